@@ -1,0 +1,1 @@
+"""Pure functions from raw marks to frozen results. Reads no files, renders nothing."""

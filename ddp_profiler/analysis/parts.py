@@ -1,0 +1,318 @@
+"""Derives the parts of each step of one rank from its raw spans.
+
+All times come out in ms as arrays of shape [step]. The definitions are those of
+docs/metrics.md; this module is the only place that applies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ddp_profiler.schema import SpanKind, Variant
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Columns = Mapping[str, Ints]
+
+NULL = np.iinfo(np.int64).min
+_NS_PER_MS = 1e6
+
+PARTS = (
+    "data",
+    "forward",
+    "forward_comm",
+    "backward",
+    "backward_comm",
+    "exposed_wait",
+    "exposed_transfer",
+    "exposed_copy",
+    "optimizer",
+    "other",
+)
+"""The parts of a step, in the order in which they are shown; their sum is the step."""
+
+
+@dataclass(frozen=True)
+class Backwards:
+    """The synchronising backward calls of one rank, shape [call] each, times in ns.
+
+    Attributes:
+        step_index: Row of the call's step in :class:`Steps`.
+        key: Identifies the same call on every rank: (repetition, step, micro-step) packed.
+        begin: Backward was called.
+        local_end: Autograd had no local work left.
+        last_collective: The call's last gradient collective had completed, clamped to
+            [local_end, end]; equals local_end where there was none.
+        end: Backward returned.
+    """
+
+    step_index: Ints
+    key: Ints
+    begin: Ints
+    local_end: Ints
+    last_collective: Ints
+    end: Ints
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of one rank at one level and variant, shape [step] each.
+
+    Attributes:
+        rank: Global rank.
+        key: Identifies the same step on every rank: (repetition, step) packed.
+        block: Block of each step.
+        repetition: Repetition of each step.
+        wall_ms: Length of the step.
+        samples: Samples that entered forward; 0 where forward was not observed.
+        micro_steps: Forward calls seen.
+        parts_ms: Everything but the three exposed parts, by name.
+        backwards: The synchronising backward calls.
+        busy_ms: Union of the in-flight intervals of gradient collectives.
+        overlapped_ms: The part of it before the end of local backward.
+        collectives: Gradient collectives of the step.
+        gradient_bytes: Bytes handed to them.
+        unnoticed: Gradient collectives whose completion was never noticed.
+    """
+
+    rank: int
+    key: Ints
+    block: Ints
+    repetition: Ints
+    wall_ms: Floats
+    samples: Ints
+    micro_steps: Ints
+    parts_ms: Mapping[str, Floats]
+    backwards: Backwards
+    busy_ms: Floats
+    overlapped_ms: Floats
+    collectives: Ints
+    gradient_bytes: Ints
+    unnoticed: int
+
+    def __len__(self) -> int:
+        return len(self.wall_ms)
+
+
+def derive_steps(rank: int, columns: Columns, level: int, variant: Variant) -> Steps:
+    """Derives the steps of one rank.
+
+    Steps whose own span is missing (a run that was cut) are left out with all their spans.
+
+    Args:
+        rank: Global rank, passed through.
+        columns: The rank's spans by column, shape [span] each.
+        level: Index of the level.
+        variant: Which steps to take.
+    """
+    chosen = (columns["level"] == level) & (columns["variant"] == int(variant))
+    spans = {name: values[chosen].astype(np.int64) for name, values in columns.items()}
+    kind = spans["kind"]
+    step_key = _step_key(spans["repetition"], spans["step"])
+
+    is_step = kind == SpanKind.STEP
+    order = np.argsort(spans["begin_ns"][is_step], kind="stable")
+    steps = {name: values[is_step][order] for name, values in spans.items()}
+    key = step_key[is_step][order]
+    position = _Lookup(key)
+    row = position.find(step_key)
+
+    def total(of: SpanKind) -> Floats:
+        mask = (kind == of) & (row >= 0)
+        lengths = (spans["end_ns"] - spans["begin_ns"])[mask]
+        return np.bincount(row[mask], weights=lengths, minlength=len(key)) / _NS_PER_MS
+
+    def count(of: SpanKind) -> Ints:
+        return np.bincount(row[(kind == of) & (row >= 0)], minlength=len(key)).astype(np.int64)
+
+    wall = (steps["end_ns"] - steps["begin_ns"]) / _NS_PER_MS
+    backwards, gradients = _backwards(spans, row)
+    window = np.bincount(
+        backwards.step_index, weights=backwards.end - backwards.local_end, minlength=len(key)
+    )
+    forward_comm, backward_comm = total(SpanKind.FORWARD_COMM), total(SpanKind.BACKWARD_COMM)
+    parts = {
+        "data": total(SpanKind.DATA),
+        "forward": total(SpanKind.FORWARD) - forward_comm,
+        "forward_comm": forward_comm,
+        "backward": total(SpanKind.BACKWARD) - window / _NS_PER_MS - backward_comm,
+        "backward_comm": backward_comm,
+        "optimizer": total(SpanKind.OPTIMIZER),
+    }
+    parts["other"] = wall - sum(parts.values()) - window / _NS_PER_MS
+
+    forwards = (kind == SpanKind.FORWARD) & (row >= 0)
+    samples = np.where(spans["samples"] == NULL, 0, spans["samples"])[forwards]
+    busy, overlapped = _busy(gradients)
+    return Steps(
+        rank=rank,
+        key=key,
+        block=steps["block"],
+        repetition=steps["repetition"],
+        wall_ms=wall,
+        samples=np.bincount(row[forwards], weights=samples, minlength=len(key)).astype(np.int64),
+        micro_steps=count(SpanKind.FORWARD),
+        parts_ms=parts,
+        backwards=backwards,
+        busy_ms=_per_step(busy, gradients.row, len(key)) / _NS_PER_MS,
+        overlapped_ms=_per_step(overlapped, gradients.row, len(key)) / _NS_PER_MS,
+        collectives=np.bincount(gradients.row, minlength=len(key)).astype(np.int64),
+        gradient_bytes=_per_step(gradients.nbytes, gradients.row, len(key)).astype(np.int64),
+        unnoticed=int(gradients.unnoticed),
+    )
+
+
+def split_exposed(steps: Steps, latest_local_end: Ints | None, peers: int) -> dict[str, Floats]:
+    """Splits the exposed window of each step into wait, transfer and copy, in ms.
+
+    exposed_wait = (latest end of local backward over ranks - own end), clipped to the
+    window; exposed_transfer: from then until the last gradient collective completed;
+    exposed_copy: the rest. Without peers there is nobody to wait for and nothing to
+    transfer, so the window is copy. Where the ranks' clocks cannot be compared
+    (``latest_local_end`` is None) wait is NaN and transfer holds both.
+
+    Args:
+        steps: One rank's steps.
+        latest_local_end: For each of ``steps.backwards``, the latest end of local
+            backward over the ranks, in ns on this rank's clock.
+        peers: dp of the level.
+
+    Returns:
+        ``exposed_wait``, ``exposed_transfer``, ``exposed_copy``, shape [step] each.
+    """
+    calls = steps.backwards
+    if peers < 2:
+        reached = done = calls.local_end
+    else:
+        latest = calls.local_end if latest_local_end is None else latest_local_end
+        reached = np.clip(latest, calls.local_end, calls.end)
+        done = np.maximum(calls.last_collective, reached)
+
+    def per_step(lengths: Ints) -> Floats:
+        return _per_step(lengths, calls.step_index, len(steps)) / _NS_PER_MS
+
+    wait = per_step(reached - calls.local_end)
+    if peers > 1 and latest_local_end is None:
+        wait = np.full(len(steps), np.nan)
+    return {
+        "exposed_wait": wait,
+        "exposed_transfer": per_step(done - reached),
+        "exposed_copy": per_step(calls.end - done),
+    }
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Gradient collectives sorted by begin, shape [collective]; row is the step's."""
+
+    row: Ints
+    begin: Ints
+    end: Ints
+    local_end: Ints
+    nbytes: Ints
+    unnoticed: int
+
+
+def _backwards(spans: Columns, row: Ints) -> tuple[Backwards, _Gradients]:
+    """Finds the synchronising backward calls and assigns gradient collectives to them.
+
+    A call is synchronising if gradient collectives were handed over in it. A collective
+    belongs to the micro-step in which it was handed over; completions are noticed late,
+    so ends are clamped to the end of the call.
+    """
+    kind = spans["kind"]
+    call_key = _call_key(
+        _step_key(spans["repetition"], spans["step"]), spans["micro_step"]
+    )
+    known = row >= 0
+    is_gradient = (kind == SpanKind.GRADIENT) & known
+    is_call = (kind == SpanKind.BACKWARD) & known & np.isin(call_key, call_key[is_gradient])
+    order = np.argsort(spans["begin_ns"][is_call], kind="stable")
+    key = call_key[is_call][order]
+    begin, end = spans["begin_ns"][is_call][order], spans["end_ns"][is_call][order]
+    position = _Lookup(key)
+
+    # Where the end of local backward was not seen the window is empty.
+    local_end = end.copy()
+    is_point = (kind == SpanKind.LOCAL_BACKWARD_END) & known
+    at = position.find(call_key[is_point])
+    np.minimum.at(local_end, at[at >= 0], spans["begin_ns"][is_point][at >= 0])
+    local_end = np.maximum(local_end, begin)
+
+    call = position.find(call_key[is_gradient])
+    inside = call >= 0
+    call = call[inside]
+    g_begin = spans["begin_ns"][is_gradient][inside]
+    g_end = spans["end_ns"][is_gradient][inside]
+    unnoticed = g_end == NULL
+    g_begin = np.minimum(g_begin, end[call])
+    g_end = np.clip(np.where(unnoticed, end[call], g_end), g_begin, end[call])
+    last = local_end.copy()
+    np.maximum.at(last, call, g_end)
+
+    by_begin = np.argsort(g_begin, kind="stable")
+    gradients = _Gradients(
+        row=row[is_gradient][inside][by_begin],
+        begin=g_begin[by_begin],
+        end=g_end[by_begin],
+        local_end=local_end[call][by_begin],
+        nbytes=spans["bytes"][is_gradient][inside][by_begin],
+        unnoticed=int(unnoticed.sum()),
+    )
+    calls = Backwards(
+        step_index=row[is_call][order],
+        key=key,
+        begin=begin,
+        local_end=local_end,
+        last_collective=last,
+        end=end,
+    )
+    return calls, gradients
+
+
+def _busy(gradients: _Gradients) -> tuple[Ints, Ints]:
+    """Returns each collective's own share of the union of intervals, whole and overlapped.
+
+    Calls of one rank do not overlap in time, so one sweep over all intervals sorted by
+    begin is exact: an interval adds what lies beyond the latest end before it.
+    """
+    if len(gradients.begin) == 0:
+        return gradients.begin, gradients.begin
+    reached = np.maximum.accumulate(gradients.end)
+    before = np.concatenate(([np.iinfo(np.int64).min], reached[:-1]))
+    start = np.maximum(gradients.begin, before)
+    busy = np.maximum(gradients.end - start, 0)
+    overlapped = np.clip(np.minimum(gradients.end, gradients.local_end) - start, 0, None)
+    return busy, np.minimum(overlapped, busy)
+
+
+def _per_step(values: Ints, row: Ints, count: int) -> Floats:
+    sums: Floats = np.bincount(row, weights=values, minlength=count).astype(np.float64)
+    return sums
+
+
+def _step_key(repetition: Ints, step: Ints) -> Ints:
+    return (repetition << 32) | step
+
+
+def _call_key(step_key: Ints, micro_step: Ints) -> Ints:
+    return (step_key << 14) | (micro_step + 1)
+
+
+class _Lookup:
+    """Finds the row of a key among unique keys."""
+
+    def __init__(self, keys: Ints) -> None:
+        self._order = np.argsort(keys, kind="stable")
+        self._sorted = keys[self._order]
+
+    def find(self, keys: Ints) -> Ints:
+        """Returns the row of each key, -1 where there is none."""
+        if len(self._sorted) == 0:
+            return np.full(len(keys), -1, dtype=np.int64)
+        at = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
+        return np.where(self._sorted[at] == keys, self._order[at], -1).astype(np.int64)

@@ -1,0 +1,168 @@
+"""Frozen results of the analysis: the content of ``summary.json``, field by field.
+
+Names are the contract's. What does not apply is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddp_profiler.analysis.statistics import Distribution
+
+__all__ = [
+    "BatchCheck",
+    "Communication",
+    "Distribution",
+    "Finding",
+    "LevelResult",
+    "Overhead",
+    "RankResult",
+    "RunResult",
+    "Summary",
+]
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Gradient communication of a level.
+
+    Attributes:
+        busy_ms: Union of the in-flight intervals of gradient collectives, a step,
+            mean over ranks and steps.
+        overlapped_ms: The part of it before the end of local backward.
+        overlap_fraction: overlapped_ms / busy_ms; None where there is no communication.
+        gradient_bytes: Bytes handed to gradient collectives in a step.
+        num_buckets: DDP's buckets, as DDP itself reports them.
+        num_gradient_collectives_per_step: Gradient collectives seen in a step, mean.
+        unnoticed_completions: Collectives whose completion was never noticed; their end
+            is taken as the end of backward.
+        sources: Which mechanism gave each figure.
+    """
+
+    busy_ms: float | None
+    overlapped_ms: float | None
+    overlap_fraction: float | None
+    gradient_bytes: int | None
+    num_buckets: int | None
+    num_gradient_collectives_per_step: float | None
+    unnoticed_completions: int
+    sources: Mapping[str, str | None]
+
+
+@dataclass(frozen=True)
+class BatchCheck:
+    """Global batch in samples: declared by the user, configured by the settings, observed.
+
+    Attributes:
+        declared: The user's word; None if not given.
+        configured: micro_batch x accumulation x dp.
+        observed: Samples that entered forward in a step, summed over ranks; None where
+            steps differ.
+        ok: Whether all known values agree; None where nothing was observed.
+        gradient_max_rel_error: Against one process that sees the whole batch; None if not run.
+        ranks_agree: Whether gradients were equal on all ranks; None if not checked.
+        notes: What a reader has to know.
+    """
+
+    declared: int | None
+    configured: int
+    observed: int | None
+    ok: bool | None
+    gradient_max_rel_error: float | None
+    ranks_agree: bool | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What the instrumentation costs at this level, from alternating blocks.
+
+    Attributes:
+        plain_ms: Median plain step.
+        instrumented_ms: Median instrumented step.
+        overhead_pct: Median over block pairs of (instrumented - plain) / plain, in per cent.
+        ci95_pct: Bootstrap interval over block pairs; None with fewer than 2 pairs.
+    """
+
+    plain_ms: float
+    instrumented_ms: float
+    overhead_pct: float
+    ci95_pct: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """One rank at one level: mean over its instrumented steps."""
+
+    rank: int
+    node: int
+    hostname: str
+    steps: int
+    step_ms: float
+    breakdown_ms: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class LevelResult:
+    """One level of a study. ``breakdown_ms`` sums to ``instrumented_step_ms.mean``."""
+
+    id: str
+    dp: int
+    nodes: int
+    placement: str
+    micro_batch: int
+    accumulation: int
+    global_batch: int
+    steps: int
+    warmup_steps: int
+    warmup_ms: float | None
+    step_ms: Distribution | None
+    instrumented_step_ms: Distribution | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    breakdown_ms: Mapping[str, float | None]
+    comm: Communication
+    batch_check: BatchCheck
+    overhead: Overhead | None
+    ranks: tuple[RankResult, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something a user should know, with its evidence."""
+
+    id: str
+    severity: str
+    message: str
+    evidence: str
+    expected_gain_ms: float | None = None
+    expected_gain_pct: float | None = None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What the numbers belong to."""
+
+    run_id: str
+    status: str
+    created: str
+    profiler_version: str
+    world_size: int
+    nodes: int
+    partial: bool
+    settings: Mapping[str, object]
+    environment: Mapping[str, Mapping[str, object]]
+    statistics_unit: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The content of ``summary.json``."""
+
+    schema_version: int
+    run: RunResult
+    levels: tuple[LevelResult, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]

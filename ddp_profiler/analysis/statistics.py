@@ -1,0 +1,80 @@
+"""Medians, percentiles and bootstrap intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+_RESAMPLES = 2000
+_CONFIDENCE = 0.95
+_SEED = 20240501
+"""Fixed, so that the same record always gives the same interval."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Summary of a set of times in ms.
+
+    Attributes:
+        mean: Arithmetic mean.
+        median: 50th percentile.
+        p10: 10th percentile.
+        p90: 90th percentile.
+        ci95: Interval of the median, (low, high); None with fewer than 2 values.
+    """
+
+    mean: float
+    median: float
+    p10: float
+    p90: float
+    ci95: tuple[float, float] | None
+
+
+def summarize(values: Floats) -> Distribution | None:
+    """Summarizes times in ms, given in their order in time; None where there are none.
+
+    The interval is a moving-block bootstrap (Kuensch 1989) of the median with blocks
+    of n^(1/3) values, since neighbouring steps resemble each other. It covers the
+    variation within one launch only; launches of the same code differ by more.
+    """
+    if len(values) == 0:
+        return None
+    p10, median, p90 = np.percentile(values, [10, 50, 90])
+    return Distribution(
+        mean=float(values.mean()),
+        median=float(median),
+        p10=float(p10),
+        p90=float(p90),
+        ci95=block_bootstrap(values, lambda resampled: np.median(resampled, axis=-1)),
+    )
+
+
+def block_bootstrap(
+    values: Floats, statistic: Callable[[Floats], Floats], block: int | None = None
+) -> tuple[float, float] | None:
+    """Returns a 95 % moving-block bootstrap interval of a statistic; None below 2 values.
+
+    Args:
+        values: Observations in their order in time, shape [n] or [n, column]; a block
+            takes all columns along.
+        statistic: Maps resampled values of shape [resample, n] (or [resample, n, column])
+            to shape [resample].
+        block: Length of a block; n^(1/3) rounded up where None.
+    """
+    count = len(values)
+    if count < 2:
+        return None
+    length = min(count, block or int(np.ceil(count ** (1 / 3))))
+    random = np.random.default_rng(_SEED)
+    blocks = -(-count // length)
+    starts = random.integers(0, count - length + 1, size=(_RESAMPLES, blocks))
+    picked = (starts[:, :, None] + np.arange(length)).reshape(_RESAMPLES, -1)[:, :count]
+    results = statistic(values[picked])
+    tail = (1 - _CONFIDENCE) / 2 * 100
+    low, high = np.percentile(results, [tail, 100 - tail])
+    return float(low), float(high)

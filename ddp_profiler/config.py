@@ -1,0 +1,112 @@
+"""What a study is asked to do: frozen settings, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_profiler.errors import UsageError
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+BACKENDS = ("auto", "nccl", "gloo")
+DEFAULT_MODEL = "gpt-tiny"
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """Settings of a scaling study.
+
+    Attributes:
+        model: Name of a built-in model, or ``package.module:factory``, with options.
+        data: Text file to train a language model on; synthetic data where None.
+        dp: Data-parallel sizes to measure; 1, 2, 4, ... and the world size where None.
+        accumulate: Micro-steps in an optimizer step; several values are several levels.
+        micro_batch: Samples that one rank passes through forward in one micro-step.
+        steps: Optimizer steps to measure per level in each variant (plain, instrumented).
+        warmup: Optimizer steps before that, recorded and left out by the analysis.
+        precision: fp32, or autocast to bf16 or fp16 with fp32 parameters and gradients.
+        bucket_cap_mb: Size limit of DDP's gradient buckets, in MB of 2**20 bytes.
+        backend: nccl, gloo, or auto (nccl with a GPU for each rank, else gloo).
+        threads_per_rank: Threads of each rank; cores shared out evenly where None.
+        timeout_s: Seconds after which a rank gives up waiting for others.
+        out: Run folder; a fresh one below runs/ where None.
+        seed: Seed of parameters and data order.
+        plants: Delays planted on purpose, for tests.
+        debug: Show stack traces of errors.
+
+    Raises:
+        UsageError: A setting is out of its range.
+    """
+
+    model: str = DEFAULT_MODEL
+    data: Path | None = None
+    dp: tuple[int, ...] | None = None
+    accumulate: tuple[int, ...] = (1,)
+    micro_batch: int = 8
+    steps: int = 20
+    warmup: int = 5
+    precision: str = "fp32"
+    bucket_cap_mb: float = 25.0
+    backend: str = "auto"
+    threads_per_rank: int | None = None
+    timeout_s: float = 300.0
+    out: Path | None = None
+    seed: int = 0
+    plants: tuple[str, ...] = ()
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("--steps", self.steps, 1)
+        _at_least("--warmup", self.warmup, 0)
+        _at_least("--micro-batch", self.micro_batch, 1)
+        if self.threads_per_rank is not None:
+            _at_least("--threads-per-rank", self.threads_per_rank, 1)
+        _unique_positive("--accumulate", self.accumulate)
+        if self.dp is not None:
+            _unique_positive("--dp", self.dp)
+        if self.bucket_cap_mb <= 0:
+            raise UsageError(
+                f"--bucket-cap-mb {self.bucket_cap_mb:g} is not above 0.", "DDP's default is 25."
+            )
+        if self.timeout_s <= 0:
+            raise UsageError(
+                f"--timeout {self.timeout_s:g} is not above 0.", "It is a time in seconds."
+            )
+        _one_of("--precision", self.precision, PRECISIONS)
+        _one_of("--backend", self.backend, BACKENDS)
+
+
+def parse_numbers(option: str, text: str) -> tuple[int, ...]:
+    """Reads a comma-separated list of whole numbers, such as ``1,2,4``.
+
+    Raises:
+        UsageError: Something in the list is not a whole number.
+    """
+    numbers = []
+    for part in text.split(","):
+        try:
+            numbers.append(int(part.strip()))
+        except ValueError:
+            raise UsageError(
+                f"{option} {text}: {part.strip()!r} is not a whole number.",
+                f"Give whole numbers separated by commas, such as {option} 1,2,4.",
+            ) from None
+    return tuple(numbers)
+
+
+def _at_least(option: str, value: int, least: int) -> None:
+    if value < least:
+        raise UsageError(f"{option} {value} is below {least}.", f"Give {option} {least} or more.")
+
+
+def _unique_positive(option: str, values: tuple[int, ...]) -> None:
+    text = ",".join(map(str, values))
+    if not values or min(values) < 1:
+        raise UsageError(f"{option} {text}: every value must be 1 or more.", "Correct the list.")
+    if len(set(values)) != len(values):
+        raise UsageError(f"{option} {text} names a value twice.", "Name each value once.")
+
+
+def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(f"{option} {value} is unknown.", f"Choose one of: {', '.join(known)}.")

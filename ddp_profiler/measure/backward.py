@@ -1,0 +1,55 @@
+"""Finds the end of local backward: the moment at which autograd has no local work left."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.autograd import Variable
+
+from ddp_profiler.measure.marks import Recorder
+from ddp_profiler.schema import SpanKind
+
+SOURCE = "autograd_callback"
+
+
+class BackwardWatch:
+    """Marks the end of local backward of each watched loss.
+
+    The first gradient of a backward pass is that of the loss. A callback queued on
+    the autograd engine at that moment runs when the graph has been worked off, and
+    before the callback that DDP queues at its last bucket, which waits for the
+    collectives. On a GPU the mark is an event on the stream that called backward,
+    which the engine has by then made to wait for the streams of the pass.
+
+    Args:
+        recorder: Takes the marks.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def watch(self, loss: Tensor) -> None:
+        """Marks the end of the next backward pass through ``loss``; changes no gradient."""
+        loss.register_hook(self._at_first_gradient)  # type: ignore[no-untyped-call]
+
+    def _at_first_gradient(self, _: Tensor) -> None:
+        engine = Variable._execution_engine
+        engine.queue_callback(self._at_end)
+
+    def _at_end(self) -> None:
+        self._recorder.point(SpanKind.LOCAL_BACKWARD_END)
+
+
+def number_of_samples(inputs: object) -> int | None:
+    """Returns the leading dimension of the first tensor in forward's inputs; None without one."""
+    if isinstance(inputs, Tensor):
+        return int(inputs.shape[0]) if inputs.dim() else None
+    if isinstance(inputs, dict):
+        inputs = tuple(inputs.values())
+    if isinstance(inputs, (tuple, list)):
+        for item in inputs:
+            found = number_of_samples(item)
+            if found is not None:
+                return found
+    return None
+
+

@@ -1,0 +1,141 @@
+"""The one clock behind all marks, and the timelines that marks are made on.
+
+A timeline makes marks cheaply and tells their time later. On CPU a mark is the
+time itself. On a GPU a mark is a CUDA event that the stream reaches when the work
+before it is done; its time is read after the fact, so that nothing is
+synchronised between the phases of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+Mark = Any
+"""What a timeline's ``mark`` returns; only that timeline can tell its time."""
+
+
+class Clock(Protocol):
+    """A monotonic clock in integer nanoseconds. Tests replace it."""
+
+    def __call__(self) -> int:
+        """Returns the time in ns."""
+        ...
+
+
+def monotonic_clock() -> int:
+    """Returns CLOCK_MONOTONIC in ns: common to the processes of one host only."""
+    return time.monotonic_ns()
+
+
+class Timeline(Protocol):
+    """Makes marks now and tells their time, in ns, later."""
+
+    mark: Callable[[], Mark]
+
+    def ready(self, mark: Mark) -> bool:
+        """Tells whether the time of a mark can be read without waiting."""
+        ...
+
+    def time_ns(self, mark: Mark) -> int:
+        """Returns the time of a mark in ns; waits where the device has not reached it."""
+        ...
+
+    def release(self, marks: list[Mark]) -> None:
+        """Takes marks back that will not be read again."""
+        ...
+
+
+class HostTimeline:
+    """Timeline of a CPU: a mark is its time.
+
+    Args:
+        clock: Clock to read.
+    """
+
+    def __init__(self, clock: Clock = monotonic_clock) -> None:
+        self.mark: Callable[[], Mark] = clock
+
+    def ready(self, mark: Mark) -> bool:
+        """Tells that every mark can be read at once."""
+        return True
+
+    def time_ns(self, mark: Mark) -> int:
+        """Returns the time of a mark in ns."""
+        return int(mark)
+
+    def release(self, marks: list[Mark]) -> None:
+        """Does nothing: numbers need no pool."""
+
+
+class Event(Protocol):
+    """The part of ``torch.cuda.Event`` that a timeline needs."""
+
+    def record(self) -> None:
+        """Puts the event into the current stream."""
+        ...
+
+    def query(self) -> bool:
+        """Tells whether the stream has reached the event."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until the stream has reached the event."""
+        ...
+
+    def elapsed_time(self, end: Any) -> float:
+        """Returns the time from this event to another in ms."""
+        ...
+
+
+class DeviceTimeline:
+    """Timeline of a GPU's streams, by pooled events.
+
+    Event times are relative to each other. They are told in ns from an anchor event
+    whose host time is taken when the timeline is made. ``elapsed_time`` is a 32-bit
+    float in ms (0.5 us up to 4 s, 64 us after ten minutes), so the anchor moves
+    along: :meth:`move_anchor` measures from the old one to a newer event.
+
+    Args:
+        make_event: Makes an event with timing enabled, ``torch.cuda.Event(enable_timing=True)``.
+        clock: Host clock for the anchor.
+    """
+
+    def __init__(
+        self, make_event: Callable[[], Event], clock: Clock = monotonic_clock
+    ) -> None:
+        self._make_event = make_event
+        self._pool: deque[Event] = deque()
+        self._anchor = make_event()
+        self._anchor.record()
+        self._anchor.synchronize()
+        self._anchor_ns = clock()
+        self.mark: Callable[[], Mark] = self._mark
+
+    def _mark(self) -> Mark:
+        event = self._pool.popleft() if self._pool else self._make_event()
+        event.record()
+        return event
+
+    def ready(self, mark: Mark) -> bool:
+        """Tells whether the stream has reached the mark."""
+        return bool(mark.query())
+
+    def time_ns(self, mark: Mark) -> int:
+        """Returns the time of a mark in ns; waits where the stream has not reached it."""
+        mark.synchronize()
+        return self._anchor_ns + round(self._anchor.elapsed_time(mark) * 1e6)
+
+    def move_anchor(self) -> None:
+        """Records a new anchor and measures it from the old one. Waits for the device."""
+        anchor = self._make_event()
+        anchor.record()
+        anchor.synchronize()
+        self._anchor_ns += round(self._anchor.elapsed_time(anchor) * 1e6)
+        self._anchor = anchor
+
+    def release(self, marks: list[Mark]) -> None:
+        """Puts events back into the pool."""
+        self._pool.extend(marks)

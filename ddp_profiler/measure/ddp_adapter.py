@@ -1,0 +1,259 @@
+"""The one adapter to DistributedDataParallel: it sees gradient collectives and broadcasts.
+
+Three mechanisms, tried in this order, each named in the record:
+
+``process_group``
+    DDP's reducer is handed a process group of ours that passes each call on to the
+    real one and notes hand-over and completion. DDP keeps its own path through the
+    reducer, so results stay bit-identical, and ``ddp.process_group`` is never touched.
+    The reducer lets go of it again on detaching: a detached DDP runs no code of ours.
+``user_hook``
+    A communication hook that the user registers while the adapter is installed is
+    wrapped: such hooks use a group of their own, which the first mechanism cannot see.
+``comm_hook``
+    Fallback where the reducer cannot be given another group: a communication hook of
+    ours. It costs a pass over the gradients, and DDP never lets go of a hook.
+
+Buffer broadcasts do not go through the reducer; ``_sync_buffers`` is timed as a whole.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ddp_profiler.measure.marks import OpenSpan, Recorder
+from ddp_profiler.schema import SpanKind
+
+PROCESS_GROUP = "process_group"
+USER_HOOK = "user_hook"
+COMM_HOOK = "comm_hook"
+SYNC_BUFFERS = "sync_buffers"
+
+# The C++ method: the Python one of torch.futures adds a frame to every call.
+_add_done_callback: Callable[[Any, Callable[[Any], None]], None] = (
+    torch._C.Future.add_done_callback  # type: ignore[attr-defined]
+)
+
+
+def probe() -> tuple[str, ...]:
+    """Returns the mechanisms that the installed torch offers, best first."""
+    found = []
+    if hasattr(dist.Reducer, "_update_process_group") and hasattr(dist.ProcessGroup, "allreduce"):
+        found.append(PROCESS_GROUP)
+    if hasattr(DDP, "register_comm_hook"):
+        found.append(COMM_HOOK)
+    return tuple(found)
+
+
+class _ObservedGroup(dist.ProcessGroup):
+    """Passes what a DDP reducer asks for to the real group and notes it.
+
+    A reducer asks for allreduce (gradients; the unused-parameter map, which is int32)
+    and broadcast (the order of rebuilt buckets). The object must be kept alive from
+    Python while a reducer uses it: its overrides vanish with its last reference.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group = group
+        self._recorder = recorder
+
+    def getBackendName(self) -> str:  # noqa: N802, D102 - name given by torch
+        return self._group._get_backend_name()
+
+    # The trampoline of torch calls these with a list and options, never in the other forms.
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]  # noqa: D102
+        tensor = tensors[0]
+        kind = (
+            SpanKind.GRADIENT
+            if tensor.is_floating_point() or tensor.is_complex()
+            else SpanKind.BOOKKEEPING
+        )
+        span = self._recorder.hand_over(kind, tensor.nbytes)
+        work = self._group.allreduce(tensors, opts)
+        _end_with(work.get_future(), span, self._recorder)
+        return work
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]  # noqa: D102
+        span = self._recorder.hand_over(SpanKind.BOOKKEEPING, tensors[0].nbytes)
+        work = self._group.broadcast(tensors, opts)
+        _end_with(work.get_future(), span, self._recorder)
+        return work
+
+
+def _end_with(future: Any, span: OpenSpan, recorder: Recorder) -> None:
+    """Marks the end of a span when a future completes.
+
+    Gloo completes it when the data has arrived, NCCL when the kernel is enqueued; for
+    the latter, torch runs the callback on a stream that waits for the kernel, so that
+    an event recorded there has the kernel's end.
+    """
+    mark = recorder.mark
+
+    def completed(_: Any) -> None:
+        span.end = mark()
+
+    _add_done_callback(future, completed)
+
+
+class DdpAdapter:
+    """Observes one DDP module.
+
+    Args:
+        ddp: The module to observe.
+        recorder: Takes the marks.
+        mechanism: One of :func:`probe`'s; the best of them where None.
+    """
+
+    def __init__(self, ddp: DDP, recorder: Recorder, mechanism: str | None = None) -> None:
+        available = probe()
+        self._ddp = ddp
+        self._recorder = recorder
+        self.mechanism = mechanism or (available[0] if available else None)
+        self._group: _ObservedGroup | None = None
+        self._hook_registered = False
+        self.attached = False
+
+    @property
+    def sources(self) -> dict[str, str | None]:
+        """Which mechanism gives each figure; None where none can."""
+        hooked = self._ddp in _user_hooks
+        return {
+            "gradient_collectives": USER_HOOK if hooked else self.mechanism,
+            "buffer_broadcasts": SYNC_BUFFERS,
+        }
+
+    def attach(self) -> None:
+        """Starts observing. Takes effect with the next backward."""
+        if self.attached:
+            return
+        if self.mechanism == PROCESS_GROUP:
+            if self._group is None:
+                self._group = _ObservedGroup(self._ddp.process_group, self._recorder)
+            self._ddp.reducer._update_process_group(self._group)
+        elif self.mechanism == COMM_HOOK and not self._hook_registered:
+            self._ddp.register_comm_hook(self, _observing_hook)
+            self._hook_registered = True
+        _observers[self._ddp] = self._recorder
+        _patch_class()
+        self.attached = True
+
+    def detach(self) -> None:
+        """Stops observing. With the process-group mechanism nothing of ours is left in DDP."""
+        if not self.attached:
+            return
+        if self.mechanism == PROCESS_GROUP:
+            self._ddp.reducer._update_process_group(self._ddp.process_group)
+        _observers.pop(self._ddp, None)
+        _unpatch_class()
+        self.attached = False
+
+
+def _observing_hook(state: DdpAdapter, bucket: Any) -> Any:
+    """Reduces a bucket as DDP does by itself, and notes it while its adapter is attached.
+
+    DDP multiplies by 1/world where it has no hook; dividing would differ in the last bit.
+    """
+    group = state._ddp.process_group
+    tensor = bucket.buffer().mul_(1.0 / group.size())
+    if not state.attached:
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work is not None
+        return work.get_future().then(_first_tensor)
+    span = state._recorder.hand_over(SpanKind.GRADIENT, tensor.nbytes)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None
+    future = work.get_future()
+    _end_with(future, span, state._recorder)
+    return future.then(_first_tensor)
+
+
+# DDP takes a hook whose second parameter is called bucket and is of its own type or unannotated.
+_observing_hook.__annotations__ = {}
+
+
+def _first_tensor(future: Future[list[Tensor]]) -> Tensor:
+    return future.value()[0]
+
+
+_observers: weakref.WeakKeyDictionary[DDP, Recorder] = weakref.WeakKeyDictionary()
+_user_hooks: weakref.WeakSet[DDP] = weakref.WeakSet()
+_patches = 0
+_original_sync_buffers: Callable[[DDP], None] = DDP._sync_buffers
+_original_register_comm_hook = DDP.register_comm_hook
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _observed_sync_buffers(self: DDP) -> None:
+    recorder = _observers.get(self)
+    if recorder is None:
+        _original_sync_buffers(self)
+        return
+    begin = recorder.mark()
+    _original_sync_buffers(self)
+    recorder.span(SpanKind.FORWARD_COMM, begin, recorder.mark())
+
+
+def _observed_register_comm_hook(self: DDP, state: object, hook: Callable[..., Any]) -> None:
+    if hook is _observing_hook:
+        _original_register_comm_hook(self, state, hook)
+        return
+
+    def observed(state: object, bucket: Any) -> Any:
+        recorder = _observers.get(self)
+        if recorder is None:
+            return hook(state, bucket)
+        span = recorder.hand_over(SpanKind.GRADIENT, bucket.buffer().nbytes)
+        future = hook(state, bucket)
+        _end_with(future, span, recorder)
+        return future
+
+    # DDP logs the hook's name.
+    observed.__qualname__ = getattr(hook, "__qualname__", "hook")
+    observed.__annotations__ = {}
+    _user_hooks.add(self)
+    _original_register_comm_hook(self, state, observed)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Keeps the class-wide part installed: user hooks registered meanwhile are seen.
+
+    Leaves ``DistributedDataParallel`` as it was.
+    """
+    _patch_class()
+    try:
+        yield
+    finally:
+        _unpatch_class()
+
+
+def is_installed() -> bool:
+    """Tells whether any part of the adapter is installed in DDP's class now."""
+    return _patches > 0
+
+
+def _patch_class() -> None:
+    # On the class, not on the object: deepcopy and pickle of a DDP copy its attributes.
+    global _patches
+    _patches += 1
+    if _patches == 1:
+        DDP._sync_buffers = _observed_sync_buffers  # type: ignore[method-assign]
+        DDP.register_comm_hook = _observed_register_comm_hook  # type: ignore[method-assign]
+
+
+def _unpatch_class() -> None:
+    global _patches
+    _patches -= 1
+    if _patches == 0:
+        DDP._sync_buffers = _original_sync_buffers  # type: ignore[method-assign]
+        DDP.register_comm_hook = _original_register_comm_hook  # type: ignore[method-assign]

@@ -1,0 +1,71 @@
+"""What software and hardware a run used, as far as it decides its speed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_RECORDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "CUDA_VISIBLE")
+_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+def available_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def clock_domain() -> str:
+    """Returns a name that is equal for processes that read the same monotonic clock.
+
+    On Linux that is the boot of the kernel and the time namespace; elsewhere the host.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = str(Path("/proc/self/ns/time").readlink())
+    except OSError:
+        return socket.gethostname()
+    return f"{boot} {namespace}"
+
+
+def describe(device: torch.device, threads: int, local_world_size: int, backend: str) -> dict[str, Any]:
+    """Describes this node: versions, processor, memory, GPUs, and what was set."""
+    cuda = torch.cuda.is_available()
+    return {
+        "hostname": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "backend": backend,
+        "device_type": device.type,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if cuda
+        else [],
+        "cpu": _cpu_model(),
+        "cores": available_cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "threads_per_rank": threads,
+        "local_world_size": local_world_size,
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_RECORDED_PREFIXES)
+            and not any(word in name for word in _SECRET_WORDS)
+        },
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,31 @@
+"""Ends a worker after an error so that its exit code is its own.
+
+Backends complete collectives on threads of theirs. Where such a thread calls back
+into Python while the interpreter shuts down, the C++ runtime aborts the process and
+the exit code becomes 134. A worker that fails in mid-backward therefore runs what
+Python runs at exit, and then leaves without tearing the interpreter down.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from typing import NoReturn
+
+
+def leave(code: int) -> NoReturn:
+    """Runs the exit handlers, flushes the streams and ends the process with ``code``.
+
+    Non-daemon threads are waited for, as at a normal exit.
+    """
+    with contextlib.suppress(Exception):
+        threading._shutdown()  # type: ignore[attr-defined]
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,294 @@
+"""The training loop that a study measures: one level, in plain and instrumented blocks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from ddp_profiler.errors import UsageError
+from ddp_profiler.measure import backward, ddp_adapter
+from ddp_profiler.measure.backward import BackwardWatch, number_of_samples
+from ddp_profiler.measure.marks import Recorder
+from ddp_profiler.schema import LevelFacts, LevelSettings, SpanKind, Variant
+from ddp_profiler.workload import Workload
+from ddp_profiler.workload.plant import Planter
+
+_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_MAX_BLOCK_STEPS = 5
+
+
+def block_plan(steps: int) -> tuple[tuple[Variant, int], ...]:
+    """Plans plain and instrumented blocks so that slow drift of the machine cancels.
+
+    Each variant gets ``steps`` steps in blocks of at most 5; pairs alternate their
+    order (plain first, then instrumented first).
+
+    >>> [(v.name, n) for v, n in block_plan(2)]
+    [('PLAIN', 1), ('INSTRUMENTED', 1), ('INSTRUMENTED', 1), ('PLAIN', 1)]
+    """
+    pairs = max(min(steps, 2), -(-steps // _MAX_BLOCK_STEPS))
+    sizes = [steps // pairs + (i < steps % pairs) for i in range(pairs)]
+    plan: list[tuple[Variant, int]] = []
+    for i, size in enumerate(sizes):
+        pair = [(Variant.PLAIN, size), (Variant.INSTRUMENTED, size)]
+        plan += pair if i % 2 == 0 else pair[::-1]
+    return tuple(plan)
+
+
+class Batches:
+    """Endless micro-batches of one rank, epoch after epoch, each rank its own share.
+
+    Args:
+        workload: Gives the samples.
+        level: Gives dp and micro-batch.
+        group_rank: This rank's place among the level's replicas.
+        seed: Order of the samples.
+        device: Where batches are moved to.
+
+    Raises:
+        UsageError: The data has fewer samples than one step needs.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        level: LevelSettings,
+        group_rank: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._sampler: DistributedSampler[Any] = DistributedSampler(
+            workload.dataset, num_replicas=level.dp, rank=group_rank, seed=seed, drop_last=True
+        )
+        self._loader: DataLoader[Any] = DataLoader(
+            workload.dataset,
+            batch_size=level.micro_batch,
+            sampler=self._sampler,
+            drop_last=True,
+            pin_memory=device.type == "cuda",
+        )
+        if len(self._loader) == 0:
+            samples = len(workload.dataset)  # type: ignore[arg-type]
+            raise UsageError(
+                f"The data has {samples} samples; one micro-step at dp {level.dp} with "
+                f"micro-batch {level.micro_batch} needs {level.dp * level.micro_batch}.",
+                "Give more data, or lower --micro-batch.",
+            )
+        self._stream = self._forever()
+
+    def _forever(self) -> Iterator[Any]:
+        epoch = 0
+        while True:
+            self._sampler.set_epoch(epoch)
+            yield from self._loader
+            epoch += 1
+
+    def next(self) -> Any:
+        """Returns the next micro-batch on the device."""
+        return move(next(self._stream), self._device)
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """Returns a nested batch with its tensors on a device."""
+    if isinstance(batch, Tensor):
+        return batch if batch.device == device else batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: move(value, device) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(move(value, device) for value in batch)
+    return batch
+
+
+class LevelRun:
+    """One level on one of its ranks: model, DDP, optimizer, data and the measured loop.
+
+    Args:
+        level: What to measure.
+        workload: Freshly built; equal on all ranks of the level.
+        recorder: Takes the marks.
+        group: The level's process group.
+        group_rank: This rank's place in it.
+        device: Where the model lives.
+        bucket_cap_mb: Size limit of DDP's buckets in MB of 2**20 bytes.
+        precision: fp32, bf16 or fp16.
+        seed: Order of the samples.
+        planter: Delays planted for tests.
+    """
+
+    def __init__(
+        self,
+        level: LevelSettings,
+        workload: Workload,
+        recorder: Recorder,
+        group: dist.ProcessGroup,
+        group_rank: int,
+        device: torch.device,
+        *,
+        bucket_cap_mb: float,
+        precision: str,
+        seed: int,
+        planter: Planter,
+    ) -> None:
+        self.level = level
+        self.workload = workload
+        self.recorder = recorder
+        self.group = group
+        self.device = device
+        self.step = 0
+        self._planter = planter
+        workload.module.to(device)
+        for module in workload.extra_modules:
+            module.to(device)
+        self.ddp = DDP(
+            workload.module,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            process_group=group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=workload.find_unused_parameters,
+        )
+        self._parameters = [
+            p
+            for module in (workload.module, *workload.extra_modules)
+            for p in module.parameters()
+            if p.requires_grad
+        ]
+        self.optimizer = workload.optimizer(self._parameters)
+        self.batches = Batches(workload, level, group_rank, seed, device)
+        self.adapter = ddp_adapter.DdpAdapter(self.ddp, recorder)
+        self._watch = BackwardWatch(recorder)
+        self._autocast_dtype = _AUTOCAST_DTYPES.get(precision)
+        self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+
+    def run_block(
+        self, steps: int, variant: Variant, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Trains ``steps`` optimizer steps and records them as one variant.
+
+        All ranks of the level start together. ``progress`` is called after the block.
+        """
+        instrumented = variant is not Variant.PLAIN
+        if instrumented:
+            self.adapter.attach()
+        if self.level.dp > 1:
+            dist.barrier(group=self.group)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        one_step = self._instrumented_step if instrumented else self._plain_step
+        begin = self.recorder.mark()
+        for _ in range(steps):
+            begin = one_step(begin)
+            self.step += 1
+        self.adapter.detach()
+        self.recorder.flush()
+        progress()
+
+    def facts(self) -> LevelFacts:
+        """Returns what is known of the level after it has run."""
+        reduced = [p for p in self.ddp.module.parameters() if p.requires_grad]
+        # A list of zeros in the shape of DDP's own buckets: a count that no observer made.
+        buckets = self.ddp.reducer._get_zeros_like_grad_buckets()
+        sizes = tuple(int(bucket.buffer().nbytes) for bucket in buckets)
+        return LevelFacts(
+            id=self.level.id,
+            parameters=sum(p.numel() for p in reduced),
+            gradient_bytes=sum(p.nbytes for p in reduced),
+            num_buckets=len(sizes),
+            bucket_bytes=sizes,
+            sources={"local_backward_end": backward.SOURCE, **self.adapter.sources},
+        )
+
+    def close(self) -> None:
+        """Takes the observer out of DDP and flushes what is left."""
+        self.adapter.detach()
+        self.recorder.flush()
+
+    def _sync_context(self, micro_step: int) -> AbstractContextManager[None]:
+        if micro_step == self.level.accumulation - 1:
+            return contextlib.nullcontext()
+        context: AbstractContextManager[None] = self.ddp.no_sync()
+        return context
+
+    def _loss(self, batch: Any, inputs: tuple[Any, ...]) -> Tensor:
+        with torch.autocast(
+            self.device.type, dtype=self._autocast_dtype, enabled=self._autocast_dtype is not None
+        ):
+            loss = self.workload.loss(self.ddp(*inputs), batch)
+        return loss / self.level.accumulation
+
+    def _backward(self, loss: Tensor) -> None:
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+
+    def _optimize(self) -> None:
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        self.optimizer.zero_grad()
+
+    def _plain_step(self, begin: Any) -> Any:
+        delay, step = self._planter.delay, self.step
+        for micro_step in range(self.level.accumulation):
+            batch = self.batches.next()
+            delay("data", step)
+            with self._sync_context(micro_step):
+                inputs = self.workload.inputs(batch)
+                loss = self._loss(batch, inputs)
+                delay("forward", step)
+                delay("between", step)
+                self._plant_in_backward(loss)
+                self._backward(loss)
+        self._optimize()
+        delay("optimizer", step)
+        end = self.recorder.mark()
+        self.recorder.begin_micro_step(step, -1)
+        self.recorder.step_span(begin, end)
+        return end
+
+    def _instrumented_step(self, begin: Any) -> Any:
+        recorder, mark, step = self.recorder, self.recorder.mark, self.step
+        delay = self._planter.delay
+        for micro_step in range(self.level.accumulation):
+            recorder.begin_micro_step(step, micro_step)
+            data_begin = begin if micro_step == 0 else mark()
+            batch = self.batches.next()
+            delay("data", step)
+            forward_begin = mark()
+            with self._sync_context(micro_step):
+                inputs = self.workload.inputs(batch)
+                loss = self._loss(batch, inputs)
+                delay("forward", step)
+                forward_end = mark()
+                delay("between", step)
+                self._plant_in_backward(loss)
+                self._watch.watch(loss)
+                backward_begin = mark()
+                self._backward(loss)
+            backward_end = mark()
+            recorder.span(SpanKind.DATA, data_begin, forward_begin)
+            recorder.span(
+                SpanKind.FORWARD, forward_begin, forward_end, number_of_samples(inputs)
+            )
+            recorder.span(SpanKind.BACKWARD, backward_begin, backward_end)
+        optimizer_begin = mark()
+        self._optimize()
+        delay("optimizer", step)
+        end = mark()
+        recorder.span(SpanKind.OPTIMIZER, optimizer_begin, end)
+        recorder.step_span(begin, end)
+        return end
+
+    def _plant_in_backward(self, loss: Tensor) -> None:
+        if self._planter.ms("backward", self.step):
+            step = self.step
+            loss.register_hook(lambda _: self._planter.delay("backward", step))  # type: ignore[no-untyped-call]

@@ -1,0 +1,128 @@
+"""Collects a rank's marks in memory and hands them, as spans, to a sink between blocks.
+
+Nothing here reads a device or touches a file while a step runs: a mark is appended
+to a list, and :meth:`Recorder.flush` tells times and writes when the loop allows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddp_profiler.measure.clock import Mark, Timeline
+from ddp_profiler.schema import SPAN_COLUMNS, SpanKind, Variant
+
+Columns = Mapping[str, Sequence[int | None]]
+
+_FLUSH_WAIT_S = 0.5
+"""How long a flush waits for completions that are noticed late; then the end stays null."""
+
+
+@dataclass(slots=True)
+class OpenSpan:
+    """A collective in flight: its end is filled in by whoever notices its completion."""
+
+    kind: SpanKind
+    step: int
+    micro_step: int
+    index: int
+    begin: Mark
+    nbytes: int
+    end: Mark | None = None
+
+
+class Recorder:
+    """Marks of one rank.
+
+    Args:
+        timeline: Makes marks and tells their times.
+        sink: Takes the columns of one batch of spans (``schema.SPAN_COLUMNS``).
+    """
+
+    def __init__(self, timeline: Timeline, sink: Callable[[Columns], None]) -> None:
+        self.timeline = timeline
+        self.mark = timeline.mark
+        self.step = -1
+        self.micro_step = -1
+        self._sink = sink
+        self._place = (0, 0, 0, Variant.WARMUP)
+        self._spans: list[tuple[SpanKind, int, int, Mark, Mark, int | None]] = []
+        self._open: list[OpenSpan] = []
+        self._next_index = 0
+
+    def begin_block(self, level: int, repetition: int, block: int, variant: Variant) -> None:
+        """Starts a block: what is recorded until the next flush belongs to it."""
+        self._place = (level, repetition, block, variant)
+
+    def begin_micro_step(self, step: int, micro_step: int) -> None:
+        """Starts a micro-step: the spans that follow belong to it, buckets count from 0."""
+        self.step, self.micro_step = step, micro_step
+        self._next_index = 0
+
+    def span(self, kind: SpanKind, begin: Mark, end: Mark, samples: int | None = None) -> None:
+        """Records a span of the current micro-step."""
+        self._spans.append((kind, self.step, self.micro_step, begin, end, samples))
+
+    def step_span(self, begin: Mark, end: Mark) -> None:
+        """Records the span of a whole optimizer step."""
+        self._spans.append((SpanKind.STEP, self.step, -1, begin, end, None))
+
+    def point(self, kind: SpanKind) -> None:
+        """Records a point in time of the current micro-step."""
+        mark = self.mark()
+        self._spans.append((kind, self.step, self.micro_step, mark, mark, None))
+
+    def hand_over(self, kind: SpanKind, nbytes: int) -> OpenSpan:
+        """Records that a collective is handed to the backend now.
+
+        Returns:
+            The open span; set its ``end`` to a mark once the completion is noticed.
+        """
+        index = -1
+        if kind is SpanKind.GRADIENT:
+            index, self._next_index = self._next_index, self._next_index + 1
+        span = OpenSpan(kind, self.step, self.micro_step, index, self.mark(), nbytes)
+        self._open.append(span)
+        return span
+
+    def flush(self) -> None:
+        """Tells the times of all marks and hands the block's spans to the sink.
+
+        Waits a bounded time for completions that have not been noticed yet.
+        """
+        spans, self._spans = self._spans, []
+        collectives, self._open = self._open, []
+        if not spans and not collectives:
+            return
+        deadline = time.monotonic() + _FLUSH_WAIT_S
+        while any(c.end is None for c in collectives) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time_ns = self.timeline.time_ns
+        level, repetition, block, variant = self._place
+        rows: list[tuple[int | None, ...]] = [
+            (step, micro, int(kind), -1, time_ns(begin), time_ns(end), None, samples)
+            for kind, step, micro, begin, end, samples in spans
+        ]
+        rows += [
+            (
+                c.step,
+                c.micro_step,
+                int(c.kind),
+                c.index,
+                time_ns(c.begin),
+                None if c.end is None else time_ns(c.end),
+                c.nbytes,
+                None,
+            )
+            for c in collectives
+        ]
+        marks = {id(m): m for *_, begin, end, _ in spans for m in (begin, end)}
+        marks.update({id(m): m for c in collectives for m in (c.begin, c.end) if m is not None})
+        self.timeline.release(list(marks.values()))
+        count = len(rows)
+        fixed: list[Sequence[int]] = [
+            [level] * count, [repetition] * count, [block] * count, [int(variant)] * count
+        ]
+        names = [name for name, _ in SPAN_COLUMNS]
+        self._sink(dict(zip(names, [*fixed, *zip(*rows, strict=True)], strict=True)))

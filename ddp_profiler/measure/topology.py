@@ -1,0 +1,120 @@
+"""Which rank this process is, from the variables that torchrun sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddp_profiler.errors import UsageError
+from ddp_profiler.schema import LevelSettings
+
+_REMEDY = "Start it with torchrun, which sets these variables, or unset them for dp = 1."
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This process's place in the launch, in torchrun's terms.
+
+    Attributes:
+        rank: Global rank.
+        local_rank: Rank within the node.
+        world_size: Number of ranks.
+        local_world_size: Number of ranks on this node.
+        launched: Whether a launcher set the variables; false for a lone process.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    launched: bool
+
+
+def read_topology(environ: Mapping[str, str]) -> Topology:
+    """Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
+
+    Raises:
+        UsageError: Some are missing, are no numbers, or contradict each other.
+    """
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        return Topology(rank=0, local_rank=0, world_size=1, local_world_size=1, launched=False)
+    for name in ("RANK", "WORLD_SIZE"):
+        if name not in environ:
+            other = "WORLD_SIZE" if name == "RANK" else "RANK"
+            raise UsageError(f"{other} is set to {environ[other]} but {name} is not set.", _REMEDY)
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise UsageError(
+            f"RANK={rank} and WORLD_SIZE={world_size} contradict each other: "
+            "a rank is at least 0 and below the world size.",
+            _REMEDY,
+        )
+    local_rank = _number(environ, "LOCAL_RANK", default=rank)
+    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", default=world_size)
+    if not (0 <= local_rank < local_world_size <= world_size) or local_rank > rank:
+        raise UsageError(
+            f"LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local_world_size} contradict "
+            f"RANK={rank} and WORLD_SIZE={world_size}.",
+            _REMEDY,
+        )
+    if world_size > 1:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not environ.get(name):
+                raise UsageError(f"WORLD_SIZE={world_size} but {name} is not set.", _REMEDY)
+        port = _number(environ, "MASTER_PORT")
+        if not 0 < port < 65536:
+            raise UsageError(f"MASTER_PORT={port} is no port (1 to 65535).", _REMEDY)
+    return Topology(rank, local_rank, world_size, local_world_size, launched=True)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise UsageError(f"{name}={text!r} is not a whole number.", _REMEDY) from None
+
+
+def default_dp(world_size: int) -> tuple[int, ...]:
+    """Returns the powers of two up to the world size, and the world size itself.
+
+    >>> default_dp(6)
+    (1, 2, 4, 6)
+    """
+    powers = [1 << k for k in range(world_size.bit_length()) if 1 << k <= world_size]
+    return tuple(powers if powers[-1] == world_size else [*powers, world_size])
+
+
+def plan_levels(
+    dp: tuple[int, ...] | None, accumulate: tuple[int, ...], micro_batch: int, world_size: int
+) -> tuple[LevelSettings, ...]:
+    """Plans the levels of a study: each dp with each accumulation.
+
+    A level at dp = n runs on ranks 0..n-1: torchrun numbers ranks node by node, so
+    that is the placement that uses the fewest nodes.
+
+    Raises:
+        UsageError: A dp is larger than the world.
+    """
+    sizes = default_dp(world_size) if dp is None else dp
+    too_large = [n for n in sizes if n > world_size]
+    if too_large:
+        raise UsageError(
+            f"--dp {','.join(map(str, too_large))} is larger than the world of {world_size} "
+            f"rank{'s' if world_size > 1 else ''}.",
+            f"Start more ranks (torchrun --nproc_per_node {max(too_large)}) or lower --dp.",
+        )
+    return tuple(
+        LevelSettings(
+            id=f"dp{n}-acc{k}" if len(accumulate) > 1 or k > 1 else f"dp{n}",
+            dp=n,
+            micro_batch=micro_batch,
+            accumulation=k,
+            placement="packed",
+            ranks=tuple(range(n)),
+        )
+        for n in sizes
+        for k in accumulate
+    )

@@ -1,0 +1,101 @@
+"""All file names of a run folder, and the rules for choosing and refusing one."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from pathlib import Path
+
+from ddp_profiler.errors import InputError, UsageError
+
+RUN_FILE = "run.json"
+SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.html"
+PLOTS_FOLDER = "plots"
+DEFAULT_ROOT = "runs"
+
+_RANK_PATTERN = re.compile(r"rank-(\d{5,})\.arrows")
+
+
+def run_file(folder: Path) -> Path:
+    """Returns the path of the file that describes the run."""
+    return folder / RUN_FILE
+
+
+def summary_file(folder: Path) -> Path:
+    """Returns the path of the analysed figures."""
+    return folder / SUMMARY_FILE
+
+
+def plots_folder(folder: Path) -> Path:
+    """Returns the folder of the pictures."""
+    return folder / PLOTS_FOLDER
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """Returns the path of one rank's spans."""
+    return folder / f"rank-{rank:05d}.arrows"
+
+
+def rank_files(folder: Path) -> dict[int, Path]:
+    """Returns the rank files that are there, by rank."""
+    found: dict[int, Path] = {}
+    for path in sorted(folder.glob("rank-*.arrows")):
+        match = _RANK_PATTERN.fullmatch(path.name)
+        if match:
+            found[int(match.group(1))] = path
+    return found
+
+
+def default_folder(name: str, now: datetime) -> Path:
+    """Returns ``runs/NAME-YYYYMMDD-HHMMSS`` for a run that was given no folder."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+    return Path(DEFAULT_ROOT) / f"{safe}-{now:%Y%m%d-%H%M%S}"
+
+
+def holds_run(folder: Path) -> bool:
+    """Tells whether a folder already holds (part of) a run."""
+    return run_file(folder).exists() or summary_file(folder).exists() or bool(rank_files(folder))
+
+
+def claim_folder(folder: Path) -> None:
+    """Creates a run folder and takes it for this run.
+
+    The claim is the exclusive creation of ``run.json``, so that of two runs that
+    start in the same second only one gets the folder.
+
+    Raises:
+        UsageError: The folder holds a run, or cannot be created.
+    """
+    remedy = "Choose another folder with --out, or remove the old run."
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if holds_run(folder):
+            raise UsageError(f"The output folder {folder} already holds a run.", remedy)
+        run_file(folder).touch(exist_ok=False)
+    except FileExistsError:
+        if folder.is_dir():
+            raise UsageError(f"The output folder {folder} already holds a run.", remedy) from None
+        raise UsageError(f"The output folder {folder} is a file.", remedy) from None
+    except OSError as error:
+        raise UsageError(
+            f"The output folder {folder} cannot be used: {error.strerror or error}.",
+            "Choose a folder that can be written, with --out.",
+        ) from None
+
+
+def require_run(folder: Path) -> None:
+    """Checks that a folder holds a run.
+
+    Raises:
+        InputError: It does not.
+    """
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder} is not a folder.", "Name the run folder that ddp_profiler.run printed."
+        )
+    if not run_file(folder).is_file():
+        raise InputError(
+            f"{folder} holds no run: {RUN_FILE} is missing.",
+            "Name the run folder that ddp_profiler.run printed.",
+        )

@@ -1,0 +1,64 @@
+"""Writes a run folder as the run goes; what a crash leaves behind stays readable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+
+from ddp_profiler.record import paths
+from ddp_profiler.schema import NULLABLE_SPAN_COLUMNS, SCHEMA_VERSION, SPAN_COLUMNS, RunInfo
+
+SPAN_SCHEMA = pa.schema(
+    [
+        pa.field(name, getattr(pa, kind)(), nullable=name in NULLABLE_SPAN_COLUMNS)
+        for name, kind in SPAN_COLUMNS
+    ]
+)
+
+
+class SpanWriter:
+    """Appends one rank's spans to its Arrow IPC stream.
+
+    Each call of :meth:`write` makes one record batch and hands it to the operating
+    system, so that a killed process loses only what it had not yet handed over.
+
+    Args:
+        folder: The run folder.
+        rank: Global rank; names the file.
+        run_id: Stored in the stream, so that files of different runs are told apart.
+    """
+
+    def __init__(self, folder: Path, rank: int, run_id: str) -> None:
+        metadata = {
+            "schema_version": str(SCHEMA_VERSION),
+            "rank": str(rank),
+            "run_id": run_id,
+        }
+        self._sink = pa.OSFile(str(paths.rank_file(folder, rank)), "wb")
+        self._stream = pa.ipc.new_stream(self._sink, SPAN_SCHEMA.with_metadata(metadata))
+
+    def write(self, columns: Mapping[str, Sequence[int | None]]) -> None:
+        """Writes one batch of spans: a sequence for each of ``SPAN_COLUMNS``, of equal length."""
+        arrays = [pa.array(columns[field.name], type=field.type) for field in SPAN_SCHEMA]
+        self._stream.write_batch(pa.record_batch(arrays, schema=SPAN_SCHEMA))
+
+    def close(self) -> None:
+        """Ends the stream. A stream without an end is readable and known to be cut."""
+        self._stream.close()
+        self._sink.close()
+
+
+def write_run_info(folder: Path, info: RunInfo) -> None:
+    """Writes ``run.json``, as a whole or not at all."""
+    write_json(paths.run_file(folder), info)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes a value as indented JSON, as a whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    partial.replace(path)

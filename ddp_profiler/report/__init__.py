@@ -1,0 +1,1 @@
+"""Renders results for people. Computes nothing."""

@@ -1,0 +1,404 @@
+"""Worker entry: ``torchrun --nproc_per_node=N -m ddp_profiler.run``.
+
+Every rank runs it. It wires workload, measurement, record and report together.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ddp_profiler._version import __version__
+from ddp_profiler.cli import parse_click
+from ddp_profiler.config import BACKENDS, DEFAULT_MODEL, PRECISIONS, StudyConfig, parse_numbers
+from ddp_profiler.errors import EXIT_BAD_INPUT, EXIT_DONE, DdpProfilerError
+from ddp_profiler.load import load_summary
+from ddp_profiler.measure.topology import Topology, plan_levels, read_topology
+from ddp_profiler.record import paths, writer
+from ddp_profiler.schema import SCHEMA_VERSION, Failure, LevelSettings, RunInfo
+from ddp_profiler.workload.catalog import BUILTIN_MODELS
+
+NAME = "ddp_profiler.run"
+
+_MODELS = "\n".join(f"    {name:<10} {text}" for name, text in BUILTIN_MODELS.items())
+_HELP = f"""Time every part of a data-parallel training step at several scales.
+
+Trains a model at dp = 1, 2, 4, ... up to the number of ranks, in this one launch,
+and shows how long data, forward, backward, exposed and hidden communication and
+the optimizer take at each. Works without any option.
+
+\b
+Examples:
+    torchrun --nproc_per_node=8 -m ddp_profiler.run
+    torchrun --nproc_per_node=8 -m ddp_profiler.run --data FILE --accumulate 1,4
+    torchrun --nproc_per_node=2 -m ddp_profiler.run --model mlp:width=2048 --dp 2
+
+\b
+Models (options after a colon, as in mlp:width=2048,depth=8):
+{_MODELS}
+    package.module:factory   a model of your own, see docs/custom-models.md
+
+Exit codes: 0 done; 1 a check that you asked for does not hold; 2 wrong usage or
+settings; 3 unusable input. torchrun itself ends with 1 when a rank fails.
+"""
+
+
+def _numbers(_: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...] | None:
+    if text == "all" and parameter.name == "dp":
+        return None
+    return parse_numbers(parameter.opts[0], text)
+
+
+_defaults = StudyConfig()
+
+
+@click.command(help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Model, with its options.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Any text file: trains a byte-level language model on it. Default: synthetic data.",
+)
+@click.option(
+    "--dp",
+    default="all",
+    callback=_numbers,
+    show_default=True,
+    help="Data-parallel sizes to measure, such as 1,2,8; all: powers of two and the world size.",
+)
+@click.option(
+    "--accumulate",
+    default="1",
+    callback=_numbers,
+    show_default=True,
+    help="Micro-steps in an optimizer step; several values, as in 1,4, are several levels.",
+)
+@click.option(
+    "--micro-batch",
+    type=int,
+    default=_defaults.micro_batch,
+    show_default=True,
+    help="Samples of one rank in one micro-step.",
+)
+@click.option(
+    "--steps",
+    type=int,
+    default=_defaults.steps,
+    show_default=True,
+    help="Optimizer steps to measure at each level, plain and instrumented each.",
+)
+@click.option(
+    "--warmup",
+    type=int,
+    default=_defaults.warmup,
+    show_default=True,
+    help="Optimizer steps before that; recorded, left out of the figures.",
+)
+@click.option(
+    "--precision",
+    default=_defaults.precision,
+    show_default=True,
+    metavar="|".join(PRECISIONS),
+    help="bf16 and fp16 mean autocast; parameters and gradients stay fp32.",
+)
+@click.option(
+    "--bucket-cap-mb",
+    type=float,
+    default=_defaults.bucket_cap_mb,
+    show_default=True,
+    help="Size limit of DDP's gradient buckets, in MB of 2^20 bytes.",
+)
+@click.option(
+    "--backend",
+    default=_defaults.backend,
+    show_default=True,
+    metavar="|".join(BACKENDS),
+    help="auto: nccl where each rank has a GPU of its own, else gloo.",
+)
+@click.option(
+    "--threads-per-rank",
+    type=int,
+    help="Threads of each rank at every dp. Default: the node's cores shared out evenly.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    default=_defaults.timeout_s,
+    show_default=True,
+    help="Seconds after which waiting for another rank is given up.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Run folder to create. Default: a fresh one below runs/.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of parameters and data.")
+@click.option(
+    "--plant",
+    "plants",
+    multiple=True,
+    metavar="SPEC",
+    help="FOR TESTS ONLY: add a delay, as in part=backward,ms=30,rank=1.",
+)
+@click.option("--debug", is_flag=True, help="Show the stack trace of an error.")
+def _command(**options: Any) -> StudyConfig:
+    return StudyConfig(**options)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs this rank's part of a study and returns its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        topology = read_topology(os.environ)
+    except DdpProfilerError as error:
+        return _complain(error, speaks=True)
+    speaks = topology.rank == 0
+    try:
+        config = parse_click(_command, given, NAME, quiet=not speaks)
+    except DdpProfilerError as error:
+        return _complain(error, speaks)
+    if not isinstance(config, StudyConfig):  # --help was asked for
+        return EXIT_DONE
+    if not topology.launched:
+        print(
+            f"{NAME}: started without torchrun, so this is dp = 1 on one rank. For more: "
+            "torchrun --nproc_per_node=N -m ddp_profiler.run",
+            file=sys.stderr,
+        )
+    return _Worker(config, topology).run()
+
+
+def _complain(error: DdpProfilerError, speaks: bool) -> int:
+    """Prints an error that all ranks meet alike once, and returns its exit code.
+
+    torchrun ends all ranks when the first one ends, so those that keep silent wait a
+    moment for the one that speaks.
+    """
+    if speaks:
+        print(f"{NAME}: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(2)
+    return error.exit_code
+
+
+class _Worker:
+    """One rank from its settings to its exit code."""
+
+    def __init__(self, config: StudyConfig, topology: Topology) -> None:
+        self.config = config
+        self.topology = topology
+        self.levels: tuple[LevelSettings, ...] = ()
+        self.folder: Path | None = None
+        self.info: RunInfo | None = None
+
+    def run(self) -> int:
+        rank = self.topology.rank
+        try:
+            self.levels = plan_levels(
+                self.config.dp,
+                self.config.accumulate,
+                self.config.micro_batch,
+                self.topology.world_size,
+            )
+            prepared = self._prepare()
+        except DdpProfilerError as error:
+            if self.config.debug:
+                traceback.print_exc()
+            return _complain(error, speaks=rank == 0 or self.topology.local_rank == 0)
+        return self._measure(*prepared)
+
+    def _prepare(self) -> tuple[Any, Any]:
+        """Checks all that can be checked before ranks meet: one clear line, no timing lost."""
+        from ddp_profiler.measure import session, study
+        from ddp_profiler.workload.plant import parse_plants
+
+        parse_plants(self.config.plants)
+        device = session.choose_device(
+            self.topology, self.config.backend, self.config.threads_per_rank
+        )
+        workload = study.build_workload(self.config)
+        if self.topology.rank == 0:
+            now = datetime.now().astimezone()
+            folder = self.config.out or paths.default_folder(workload.name, now)
+            paths.claim_folder(folder)
+            self.folder = folder
+            self.info = self._describe(workload, now)
+            writer.write_run_info(folder, self.info)
+        return device, workload
+
+    def _describe(self, workload: Any, now: datetime) -> RunInfo:
+        config = self.config
+        settings = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(config).items()
+        }
+        settings |= {
+            "tokens_per_sample": workload.tokens_per_sample,
+            "model_options": dict(workload.options),
+        }
+        return RunInfo(
+            schema_version=SCHEMA_VERSION,
+            run_id=f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}",
+            status="running",
+            created=now.isoformat(timespec="seconds"),
+            profiler_version=__version__,
+            world_size=self.topology.world_size,
+            settings=settings,
+            levels=self.levels,
+        )
+
+    def _measure(self, device: Any, workload: Any) -> int:
+        from ddp_profiler.measure import study
+        from ddp_profiler.measure.leave import leave
+
+        phase = study.Phase()
+        failures = _Failures(self.topology.rank)
+        try:
+            self._study(device, workload, phase, failures)
+        except DdpProfilerError as error:
+            if self.config.debug:
+                traceback.print_exc()
+            self._fail(failures, phase.name, str(error).splitlines()[0])
+            leave(_complain(error, speaks=self.topology.rank == 0 or phase.name == "start-up"))
+        except KeyboardInterrupt:
+            self._fail(failures, phase.name, "interrupted")
+            leave(130)
+        except Exception as error:
+            if self.config.debug:
+                traceback.print_exc()
+            message = _one_line(error)
+            self._fail(failures, phase.name, message)
+            print(
+                f"{NAME}: rank {self.topology.rank} failed in {phase.name}: {message}\n"
+                "--debug shows the stack trace; what was measured before is kept.",
+                file=sys.stderr,
+                flush=True,
+            )
+            leave(EXIT_BAD_INPUT)
+        return EXIT_DONE
+
+    def _study(self, device: Any, workload: Any, phase: Any, failures: _Failures) -> None:
+        from ddp_profiler.measure import environment, study
+        from ddp_profiler.measure.session import Session
+        from ddp_profiler.report.progress import NoProgress, StudyProgress
+
+        config, rank = self.config, self.topology.rank
+        phase.name = "meeting the other ranks"
+        session = Session(self.topology, device, config.timeout_s)
+        failures.store = session.store
+        if self.info is not None:
+            session.publish("run", [str(self.folder), self.info.run_id])
+        folder_name, run_id = session.learn("run", tuple[str, str])
+        folder = Path(folder_name)
+        folder.mkdir(parents=True, exist_ok=True)
+        places = session.gather_places()
+        if self.topology.local_rank == 0:
+            session.publish(
+                f"environment/{places[rank].node}",
+                environment.describe(
+                    device.device, device.threads, self.topology.local_world_size, device.backend
+                ),
+            )
+        phase.name = "checking what the backend can reduce"
+        session.check_reducible({p.dtype for p in workload.module.parameters() if p.requires_grad})
+        if self.info is not None:
+            nodes = sorted({place.node for place in places})
+            self.info = replace(
+                self.info,
+                ranks=places,
+                environment={str(n): session.learn(f"environment/{n}") for n in nodes},
+            )
+            writer.write_run_info(folder, self.info)
+            print(f"{NAME}: {self._plan_line(workload, device)}", file=sys.stderr)
+        del workload
+
+        stream = writer.SpanWriter(folder, rank, run_id)
+        progress = StudyProgress(len(self.levels)) if rank == 0 else NoProgress()
+        try:
+            facts = study.run_levels(config, self.levels, session, stream.write, progress, phase)
+        finally:
+            stream.close()
+        phase.name = "closing"
+        session.close()
+        if self.info is not None:
+            self.info = replace(self.info, facts=facts, status="complete")
+            writer.write_run_info(folder, self.info)
+            phase.name = "analysis"
+            _conclude(folder)
+
+    def _plan_line(self, workload: Any, device: Any) -> str:
+        size = sum(p.numel() for p in workload.module.parameters() if p.requires_grad)
+        levels = ", ".join(level.id for level in self.levels)
+        return (
+            f"{workload.name}, {size:,} parameters, {device.backend} on {device.device.type}, "
+            f"{device.threads} threads a rank; levels: {levels}"
+        )
+
+    def _fail(self, failures: _Failures, phase: str, message: str) -> None:
+        """Keeps the failure in run.json, with the first one of all ranks in front."""
+        known = failures.note(phase, message)
+        if self.folder is not None and self.info is not None:
+            self.info = replace(self.info, status="failed", failures=known)
+            try:
+                writer.write_run_info(self.folder, self.info)
+            except OSError as error:
+                print(f"{NAME}: run.json cannot be written: {error}", file=sys.stderr)
+
+
+class _Failures:
+    """Failures of all ranks, in the order in which they were noted in the store."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.store: Any = None
+
+    def note(self, phase: str, message: str) -> tuple[Failure, ...]:
+        """Notes this rank's failure and returns all that are known."""
+        own = Failure(self._rank, phase, message)
+        if self.store is None:
+            return (own,)
+        try:
+            number = self.store.add("failures", 1)
+            self.store.set(f"failure/{number}", f"{self._rank}\n{phase}\n{message}")
+            found = []
+            for earlier in range(1, number):
+                rank, *texts = self.store.get(f"failure/{earlier}").decode().split("\n", 2)
+                found.append(Failure(int(rank), *texts))
+        except Exception:  # the store may be what failed
+            return (own,)
+        return (*found, own)
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    message = f"{type(error).__name__}: {text[0] if text else 'no message'}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    return f"{message} ({frames[-1].filename}:{frames[-1].lineno})" if frames else message
+
+
+def _conclude(folder: Path) -> None:
+    """Analyses a finished run; prints its table and where its files are."""
+    from ddp_profiler.report import console, plots
+
+    summary = load_summary(folder)
+    writer.write_json(paths.summary_file(folder), summary)
+    saved = plots.save_all(summary, folder)
+    print(console.render(summary, color=sys.stdout.isatty()))
+    for path in (paths.summary_file(folder), *saved):
+        print(f"  {path}")
+    print(f"Run folder: {folder}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

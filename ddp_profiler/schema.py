@@ -1,0 +1,195 @@
+"""The record: what one rank writes while it trains, and what describes the run.
+
+A record holds raw marks (spans on one rank's timeline) and settings. Everything
+that can be derived, such as the parts of a step, is derived by
+:mod:`ddp_profiler.analysis`, so that a better definition is a re-analysis and
+not a new format.
+
+Format history:
+    1: first format.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+class SpanKind(IntEnum):
+    """What a span on a rank's timeline is. Stored as a small integer; never renumber."""
+
+    STEP = 0
+    """One optimizer step, from the loop's turn to the next turn."""
+    DATA = 1
+    """The loop waits for its next micro-batch, host-to-device copy included."""
+    FORWARD = 2
+    """Forward and loss of one micro-step."""
+    FORWARD_COMM = 3
+    """A collective issued inside forward, such as DDP's buffer broadcast."""
+    BACKWARD = 4
+    """The backward call of one micro-step, until it returns."""
+    LOCAL_BACKWARD_END = 5
+    """A point: autograd has no local work left (begin equals end)."""
+    BACKWARD_COMM = 6
+    """A collective issued by a module inside backward, such as synchronised batch norm."""
+    GRADIENT = 7
+    """A gradient collective: begin is its hand-over, end its completion (null if never noticed)."""
+    BOOKKEEPING = 8
+    """A collective that DDP needs for itself: unused-parameter map, bucket rebuild."""
+    OPTIMIZER = 9
+    """optimizer.step and zero_grad."""
+
+
+class Variant(IntEnum):
+    """How the steps of a block were measured. Stored as a small integer; never renumber."""
+
+    PLAIN = 0
+    """Nothing observed but the step's begin and end."""
+    INSTRUMENTED = 1
+    """All marks."""
+    WARMUP = 2
+    """All marks, before steady state; left out by the analysis only."""
+
+
+SPAN_COLUMNS: tuple[tuple[str, str], ...] = (
+    ("level", "int16"),
+    ("repetition", "int16"),
+    ("block", "int16"),
+    ("variant", "int8"),
+    ("step", "int32"),
+    ("micro_step", "int16"),
+    ("kind", "int8"),
+    ("index", "int32"),
+    ("begin_ns", "int64"),
+    ("end_ns", "int64"),
+    ("bytes", "int64"),
+    ("samples", "int32"),
+)
+"""Columns of a rank's Arrow stream, as (name, Arrow type).
+
+``level`` indexes ``run.json``'s levels. ``step`` counts optimizer steps within a
+level and repetition; ``micro_step`` counts within the step and is -1 for what
+belongs to the step as a whole. ``index`` is the ordinal of a gradient bucket in
+its micro-step, else -1. Times are integer nanoseconds on the rank's own timeline;
+``end_ns`` is null where the end was never noticed. ``bytes`` and ``samples`` are
+null where they do not apply.
+"""
+
+NULLABLE_SPAN_COLUMNS = frozenset({"end_ns", "bytes", "samples"})
+
+
+@dataclass(frozen=True)
+class LevelSettings:
+    """One setting measured in a study.
+
+    Attributes:
+        id: Unique name in the run, for example ``dp2-acc4``.
+        dp: Number of data-parallel replicas.
+        micro_batch: Samples that one rank passes through forward in one micro-step.
+        accumulation: Micro-steps in an optimizer step.
+        placement: ``packed`` (as few nodes as possible) or ``spread``.
+        ranks: Global ranks that take part, in group order.
+    """
+
+    id: str
+    dp: int
+    micro_batch: int
+    accumulation: int
+    placement: str
+    ranks: tuple[int, ...]
+
+    @property
+    def global_batch(self) -> int:
+        """Configured global batch in samples: micro_batch x accumulation x dp."""
+        return self.micro_batch * self.accumulation * self.dp
+
+
+@dataclass(frozen=True)
+class LevelFacts:
+    """What the worker found out about a level while it ran it (rank 0 of the level writes it).
+
+    Attributes:
+        id: The level's id.
+        parameters: Trainable parameters that DDP reduces, each counted once.
+        gradient_bytes: Their gradients' size in bytes.
+        num_buckets: DDP's buckets in steady state (after its rebuild); null without DDP.
+        bucket_bytes: Size of each bucket in bytes, in the order of reduction; null if unknown.
+        sources: Which mechanism gave each figure, by figure; null where none could.
+        notes: Anything that a reader of the numbers has to know.
+    """
+
+    id: str
+    parameters: int
+    gradient_bytes: int
+    num_buckets: int | None
+    bucket_bytes: tuple[int, ...] | None
+    sources: dict[str, str | None]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank ran.
+
+    Attributes:
+        rank: Global rank.
+        local_rank: Rank within its node.
+        node: Index of its node, in order of first rank.
+        hostname: The node's name.
+        clock_domain: Ranks with equal values read the same monotonic clock.
+        device: ``cpu`` or for example ``cuda:0``.
+        pid: Process id on its node.
+    """
+
+    rank: int
+    local_rank: int
+    node: int
+    hostname: str
+    clock_domain: str
+    device: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Something that went wrong in a run: where, in which phase, and what."""
+
+    rank: int
+    phase: str
+    message: str
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The content of ``run.json``.
+
+    Attributes:
+        schema_version: See the module's format history.
+        run_id: Unique name of the launch.
+        status: ``running``, ``complete`` or ``failed``.
+        created: Start of the run, ISO 8601 with zone.
+        profiler_version: Version of this package.
+        world_size: Number of ranks of the launch.
+        settings: The settings in force, by name.
+        levels: The levels that the run measures, in order.
+        ranks: Where each rank ran.
+        environment: Software and hardware of each node, by node index as text.
+        facts: What the workers found out, one entry for each finished level.
+        failures: What went wrong.
+    """
+
+    schema_version: int
+    run_id: str
+    status: str
+    created: str
+    profiler_version: str
+    world_size: int
+    settings: dict[str, Any]
+    levels: tuple[LevelSettings, ...]
+    ranks: tuple[RankPlace, ...] = ()
+    environment: dict[str, dict[str, Any]] = field(default_factory=dict)
+    facts: tuple[LevelFacts, ...] = ()
+    failures: tuple[Failure, ...] = ()

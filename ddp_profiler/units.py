@@ -1,0 +1,55 @@
+"""Text for numbers with units, as shown to people."""
+
+from __future__ import annotations
+
+NOTHING = "-"
+"""Shown where a figure does not apply."""
+
+
+def ms(value: float | None) -> str:
+    """Returns a time in ms with three significant digits where that is below a second.
+
+    >>> ms(0.01234), ms(3.14159), ms(42.195), ms(1234.5), ms(None)
+    ('0.01', '3.14', '42.2', '1234', '-')
+    """
+    if value is None:
+        return NOTHING
+    magnitude = abs(value)
+    digits = 2 if magnitude < 9.995 else 1 if magnitude < 99.95 else 0
+    return f"{value:.{digits}f}"
+
+
+def percent(fraction: float | None, digits: int = 1) -> str:
+    """Returns a fraction as per cent.
+
+    >>> percent(0.1234), percent(None)
+    ('12.3 %', '-')
+    """
+    return NOTHING if fraction is None else f"{fraction * 100:.{digits}f} %"
+
+
+def rate(value: float | None) -> str:
+    """Returns a rate with four significant digits.
+
+    >>> rate(12.3456), rate(1234567.0), rate(None)
+    ('12.35', '1234567', '-')
+    """
+    if value is None:
+        return NOTHING
+    magnitude = abs(value)
+    digits = 3 if magnitude < 10 else 2 if magnitude < 100 else 1 if magnitude < 1000 else 0
+    return f"{value:.{digits}f}"
+
+
+def nbytes(value: int | float | None) -> str:
+    """Returns a size in decimal units, as bandwidths are.
+
+    >>> nbytes(512), nbytes(25_000_000), nbytes(None)
+    ('512 B', '25.0 MB', '-')
+    """
+    if value is None:
+        return NOTHING
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(value) >= limit:
+            return f"{value / limit:.1f} {unit}"
+    return f"{value:.0f} B"

@@ -1,0 +1,142 @@
+"""Delays planted on purpose, so that tests can check what the profiler makes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddp_profiler.errors import UsageError
+from ddp_profiler.workload.pacing import precise_sleep
+
+PARTS = ("data", "forward", "between", "backward", "optimizer", "comm")
+"""Where a delay can be planted; ``between`` lies between forward and backward."""
+
+_FORM = "part=PART,ms=MS[,rank=R][,every=N][,level_dp=N]"
+_KEYS = ("part", "ms", "rank", "every", "level_dp")
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A delay planted in one part of the step.
+
+    Attributes:
+        part: One of `PARTS`.
+        ms: Length in ms.
+        rank: The rank that is delayed; all ranks where None.
+        every: Steps 0, N, 2N, ... are delayed.
+        level_dp: The only level, by its dp, that is delayed; all levels where None.
+    """
+
+    part: str
+    ms: float
+    rank: int | None = None
+    every: int = 1
+    level_dp: int | None = None
+
+    def applies(self, part: str, rank: int, step: int) -> bool:
+        """Tells whether this delay falls on a part, a rank and an optimizer step."""
+        return (
+            part == self.part
+            and (self.rank is None or rank == self.rank)
+            and step % self.every == 0
+        )
+
+
+def parse_plants(specs: Sequence[str]) -> tuple[Plant, ...]:
+    """Reads delays, each as ``part=backward,ms=30[,rank=1][,every=10][,level_dp=2]``.
+
+    >>> parse_plants(["part=data,ms=20,rank=1"])[0].applies("data", 1, 0)
+    True
+
+    Raises:
+        UsageError: A text does not have that form, or a value is out of its range.
+    """
+    return tuple(_parse(spec) for spec in specs)
+
+
+class Planter:
+    """Carries out the planted delays of one rank at one level.
+
+    Args:
+        plants: All delays; those for other ranks and levels are left out.
+        rank: This rank.
+        sleep: Waits for a time in s.
+        dp: Level that is run. A delay with a ``level_dp`` applies at that level only,
+            and nowhere where this is None.
+    """
+
+    def __init__(
+        self,
+        plants: Sequence[Plant],
+        rank: int,
+        sleep: Callable[[float], None] = precise_sleep,
+        *,
+        dp: int | None = None,
+    ) -> None:
+        mine = [p for p in plants if p.rank in (None, rank) and p.level_dp in (None, dp)]
+        self._rank = rank
+        self._sleep = sleep
+        self._by_part: Mapping[str, tuple[Plant, ...]] = {
+            part: tuple(p for p in mine if p.part == part) for part in PARTS
+        }
+
+    def ms(self, part: str, step: int) -> float:
+        """Returns the delay in ms that is planted in a part of an optimizer step."""
+        plants = self._by_part[part]
+        if not plants:
+            return 0.0
+        return sum(p.ms for p in plants if p.applies(part, self._rank, step))
+
+    def delay(self, part: str, step: int) -> None:
+        """Waits as long as is planted in a part of an optimizer step."""
+        if self._by_part[part]:
+            self._sleep(self.ms(part, step) / 1000)
+
+
+def _parse(spec: str) -> Plant:
+    values: dict[str, str] = {}
+    for item in spec.split(","):
+        key, equals, value = (text.strip() for text in item.partition("="))
+        if not equals:
+            raise _wrong(spec, f"{item.strip()!r} is not of the form key=value")
+        if key not in _KEYS:
+            raise _wrong(spec, f"there is no option {key}")
+        if key in values:
+            raise _wrong(spec, f"{key} is given twice")
+        values[key] = value
+    for key in ("part", "ms"):
+        if key not in values:
+            raise _wrong(spec, f"{key} is missing")
+    if values["part"] not in PARTS:
+        raise _wrong(spec, f"part={values['part']} is none of {', '.join(PARTS)}")
+    return Plant(
+        part=values["part"],
+        ms=_milliseconds(spec, values["ms"]),
+        rank=_whole(spec, values, "rank", 0),
+        every=_whole(spec, values, "every", 1) or 1,
+        level_dp=_whole(spec, values, "level_dp", 1),
+    )
+
+
+def _milliseconds(spec: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise _wrong(spec, f"ms={text} is not a number above 0")
+    return value
+
+
+def _whole(spec: str, values: Mapping[str, str], key: str, least: int) -> int | None:
+    if key not in values:
+        return None
+    text = values[key]
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        raise _wrong(spec, f"{key}={text} is not a whole number of at least {least}")
+    return int(text)
+
+
+def _wrong(spec: str, what: str) -> UsageError:
+    return UsageError(f"Planted delay {spec!r}: {what}.", f"Give it as {_FORM}.")

@@ -1,0 +1,111 @@
+"""The built-in model whose times are known: its layers sleep instead of computing.
+
+So the cores stay free for communication, and what a profiler should find can be written
+down beforehand. Its gradients are real and depend on the samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ddp_profiler.workload.catalog import TimedOptions
+from ddp_profiler.workload.data import synthetic_pairs
+from ddp_profiler.workload.definition import Workload
+from ddp_profiler.workload.losses import mean_squared_error
+from ddp_profiler.workload.pacing import Pacer
+
+
+class _SleepAndAdd(torch.autograd.Function):
+    """Returns x + scale * sum(weight), and sleeps in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: TimedLayer) -> Tensor:
+        ctx.layer = layer
+        ctx.weight_shape = weight.shape
+        ctx.weight_dtype = weight.dtype
+        layer.forward_pacer.sleep(layer.forward_s)
+        return x + (weight.sum() * layer.scale).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.layer.backward_pacer.sleep(ctx.layer.backward_s)
+        gradient = (upstream.sum() * ctx.layer.scale).to(ctx.weight_dtype)
+        return upstream, gradient.expand(ctx.weight_shape), None
+
+
+class TimedLayer(nn.Module):
+    """A layer that takes a set time in forward and backward, and adds a number to x.
+
+    The number is the sum of the weights over the root of how many they are, so that a
+    step of gradient descent changes it by as much at any size.
+
+    Args:
+        options: Gives the number of parameters and buffer elements.
+        forward_ms: Forward time in ms.
+        backward_ms: Backward time in ms.
+        forward_pacer: Makes forward times exact in the mean. Layers share one, so that a
+            late end is made up for by the next layer, and in the same phase.
+        backward_pacer: The same for backward times.
+    """
+
+    buffer: Tensor
+
+    def __init__(
+        self,
+        options: TimedOptions,
+        forward_ms: float,
+        backward_ms: float,
+        forward_pacer: Pacer,
+        backward_pacer: Pacer,
+    ) -> None:
+        super().__init__()
+        self.forward_s = forward_ms / 1000
+        self.backward_s = backward_ms / 1000
+        self.forward_pacer = forward_pacer
+        self.backward_pacer = backward_pacer
+        self.scale = options.parameters**-0.5
+        self.weight = nn.Parameter(torch.randn(options.parameters) * 0.02)
+        if options.buffers:
+            self.register_buffer("buffer", torch.zeros(options.buffers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns ``x`` plus the layer's number."""
+        y: Tensor = _SleepAndAdd.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
+        return y
+
+
+def build(name: str, options: TimedOptions, *, seed: int) -> Workload:
+    """Builds a model of sleeping layers, with an encoder outside DDP where one is asked for."""
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    forward_pacer, backward_pacer = Pacer(), Pacer()
+    layers = (
+        TimedLayer(options, options.forward_ms, options.backward_ms, forward_pacer, backward_pacer)
+        for _ in range(options.layers)
+    )
+    module = nn.Sequential(*layers).to(dtype)
+    encoder: nn.Module | None = None
+    if options.outside_backward_ms > 0:
+        encoder = TimedLayer(options, 0, options.outside_backward_ms, Pacer(), Pacer()).to(dtype)
+
+    def inputs(batch: Any) -> tuple[Any, ...]:
+        x = batch[0]
+        return (x if encoder is None else encoder(x),)
+
+    # All layers move the output in the same direction: their steps add up.
+    rate = 0.1 / options.layers
+    return Workload(
+        name=name,
+        module=module,
+        dataset=synthetic_pairs(seed, dtype=dtype),
+        inputs=inputs,
+        loss=lambda output, batch: mean_squared_error(output, batch[1]),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
+        options=asdict(options),
+        extra_modules=() if encoder is None else (encoder,),
+    )
