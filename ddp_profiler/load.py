@@ -19,9 +19,7 @@ def load_summary(folder: Path) -> Summary:
     info = reader.read_run_info(folder)
     found = paths.rank_files(folder)
     if not found:
-        raise InputError(
-            f"{folder} holds no rank-*.arrows: nothing was measured.", "Run it again."
-        )
+        raise InputError(f"{folder} holds no rank-*.arrows: nothing was measured.", "Run it again.")
     columns, incomplete = {}, []
     for rank in found:
         spans = reader.read_rank(folder, rank)

@@ -383,7 +383,9 @@ class _Failures:
 def _one_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     message = f"{type(error).__name__}: {text[0] if text else 'no message'}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename
+    ]
     return f"{message} ({frames[-1].filename}:{frames[-1].lineno})" if frames else message
 
 

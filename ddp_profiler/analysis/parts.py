@@ -225,9 +225,7 @@ def _backwards(spans: Columns, row: Ints) -> tuple[Backwards, _Gradients]:
     so ends are clamped to the end of the call.
     """
     kind = spans["kind"]
-    call_key = _call_key(
-        _step_key(spans["repetition"], spans["step"]), spans["micro_step"]
-    )
+    call_key = _call_key(_step_key(spans["repetition"], spans["step"]), spans["micro_step"])
     known = row >= 0
     is_gradient = (kind == SpanKind.GRADIENT) & known
     is_call = (kind == SpanKind.BACKWARD) & known & np.isin(call_key, call_key[is_gradient])

@@ -51,5 +51,3 @@ def number_of_samples(inputs: object) -> int | None:
             if found is not None:
                 return found
     return None
-
-

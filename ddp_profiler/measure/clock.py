@@ -103,9 +103,7 @@ class DeviceTimeline:
         clock: Host clock for the anchor.
     """
 
-    def __init__(
-        self, make_event: Callable[[], Event], clock: Clock = monotonic_clock
-    ) -> None:
+    def __init__(self, make_event: Callable[[], Event], clock: Clock = monotonic_clock) -> None:
         self._make_event = make_event
         self._pool: deque[Event] = deque()
         self._anchor = make_event()

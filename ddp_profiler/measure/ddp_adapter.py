@@ -39,15 +39,14 @@ COMM_HOOK = "comm_hook"
 SYNC_BUFFERS = "sync_buffers"
 
 # The C++ method: the Python one of torch.futures adds a frame to every call.
-_add_done_callback: Callable[[Any, Callable[[Any], None]], None] = (
-    torch._C.Future.add_done_callback  # type: ignore[attr-defined]
-)
+_add_done_callback: Callable[[Any, Callable[[Any], None]], None] = torch._C.Future.add_done_callback
 
 
 def probe() -> tuple[str, ...]:
     """Returns the mechanisms that the installed torch offers, best first."""
     found = []
-    if hasattr(dist.Reducer, "_update_process_group") and hasattr(dist.ProcessGroup, "allreduce"):
+    reducer = dist.Reducer  # type: ignore[attr-defined]
+    if hasattr(reducer, "_update_process_group") and hasattr(dist.ProcessGroup, "allreduce"):
         found.append(PROCESS_GROUP)
     if hasattr(DDP, "register_comm_hook"):
         found.append(COMM_HOOK)
@@ -63,7 +62,7 @@ class _ObservedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
-        super().__init__(group.rank(), group.size())
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._group = group
         self._recorder = recorder
 

@@ -32,16 +32,20 @@ def clock_domain() -> str:
     return f"{boot} {namespace}"
 
 
-def describe(device: torch.device, threads: int, local_world_size: int, backend: str) -> dict[str, Any]:
+def describe(
+    device: torch.device, threads: int, local_world_size: int, backend: str
+) -> dict[str, Any]:
     """Describes this node: versions, processor, memory, GPUs, and what was set."""
     cuda = torch.cuda.is_available()
     return {
         "hostname": socket.gethostname(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        if cuda
+        else None,
         "backend": backend,
         "device_type": device.type,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -276,9 +276,7 @@ class LevelRun:
                 self._backward(loss)
             backward_end = mark()
             recorder.span(SpanKind.DATA, data_begin, forward_begin)
-            recorder.span(
-                SpanKind.FORWARD, forward_begin, forward_end, number_of_samples(inputs)
-            )
+            recorder.span(SpanKind.FORWARD, forward_begin, forward_end, number_of_samples(inputs))
             recorder.span(SpanKind.BACKWARD, backward_begin, backward_end)
         optimizer_begin = mark()
         self._optimize()

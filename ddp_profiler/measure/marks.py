@@ -122,7 +122,10 @@ class Recorder:
         self.timeline.release(list(marks.values()))
         count = len(rows)
         fixed: list[Sequence[int]] = [
-            [level] * count, [repetition] * count, [block] * count, [int(variant)] * count
+            [level] * count,
+            [repetition] * count,
+            [block] * count,
+            [int(variant)] * count,
         ]
         names = [name for name, _ in SPAN_COLUMNS]
         self._sink(dict(zip(names, [*fixed, *zip(*rows, strict=True)], strict=True)))

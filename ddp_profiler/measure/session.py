@@ -84,7 +84,7 @@ class Session:
                 # Alone: no port is opened.
                 dist.init_process_group(
                     device.backend,
-                    store=dist.HashStore(),
+                    store=dist.HashStore(),  # type: ignore[attr-defined]
                     rank=0,
                     world_size=1,
                     timeout=self.timeout,
@@ -94,7 +94,7 @@ class Session:
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise _explain_start(error, timeout_s) from error
         store = dist.distributed_c10d._get_default_store()
-        self.store: Any = dist.PrefixStore("ddp_profiler", store)
+        self.store: Any = dist.PrefixStore("ddp_profiler", store)  # type: ignore[attr-defined]
 
     @property
     def rank(self) -> int:

@@ -44,15 +44,13 @@ class Phase:
 def make_timeline(device: torch.device) -> Timeline:
     """Returns the timeline of a device: host clock on CPU, events on a GPU."""
     if device.type == "cuda":
-        return DeviceTimeline(lambda: torch.cuda.Event(enable_timing=True))
+        return DeviceTimeline(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
     return HostTimeline()
 
 
 def build_workload(config: StudyConfig) -> Workload:
     """Builds the workload of a study: same parameters on every call and rank."""
-    return build(
-        config.model, seed=config.seed, micro_batch=config.micro_batch, data=config.data
-    )
+    return build(config.model, seed=config.seed, micro_batch=config.micro_batch, data=config.data)
 
 
 def run_levels(

@@ -77,7 +77,7 @@ def _table(levels: Sequence[LevelResult]) -> Table:
         table.add_row(label, *(cell(level) for level in levels), style=style)
 
     row("global batch (samples)", _batch)
-    row("step, plain (median)", lambda v: units.ms(v.step_ms and v.step_ms.median), "bold")
+    row("step, plain (median)", lambda v: units.ms(v.step_ms.median if v.step_ms else None), "bold")
     row("  95 % interval", _interval)
     row("samples/s", lambda v: units.rate(v.samples_per_s))
     if any(level.tokens_per_s is not None for level in levels):
@@ -85,7 +85,7 @@ def _table(levels: Sequence[LevelResult]) -> Table:
     table.add_section()
     row(
         "step, instrumented (mean)",
-        lambda v: units.ms(v.instrumented_step_ms and v.instrumented_step_ms.mean),
+        lambda v: units.ms(v.instrumented_step_ms.mean if v.instrumented_step_ms else None),
         "bold",
     )
     for part in PARTS:

@@ -32,7 +32,9 @@ def step_parts(summary: Summary) -> Figure:
     figure = Figure(figsize=(max(5.0, 2.6 + 1.1 * len(levels)), 4.6), layout="constrained")
     axes = figure.add_subplot()
     bottom = [0.0] * len(levels)
-    tallest = max((lv.instrumented_step_ms.mean for lv in levels if lv.instrumented_step_ms), default=1.0)
+    tallest = max(
+        (lv.instrumented_step_ms.mean for lv in levels if lv.instrumented_step_ms), default=1.0
+    )
     with mpl.rc_context({"hatch.linewidth": 0.6}):
         for part in PARTS:
             heights = [level.breakdown_ms[part] or 0.0 for level in levels]
@@ -61,7 +63,9 @@ def step_parts(summary: Summary) -> Figure:
     axes.set_title("Where the step time goes", loc="left", size=11)
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=9)
+    figure.legend(
+        handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=9
+    )
     return figure
 
 

@@ -87,9 +87,7 @@ def _build_custom(spec: FactorySpec, settings: WorkloadSettings) -> Workload:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        file = (
-            inspect.unwrap(factory).__globals__.get("__file__") if _is_function(factory) else None
-        )
+        file = getattr(sys.modules.get(spec.module), "__file__", None)
         raise InputError(f"--model {spec} raised {_describe(error, file)}.", _REPAIR) from error
     if not isinstance(workload, Workload):
         raise InputError(
@@ -157,10 +155,6 @@ def _make_current_folder_importable() -> None:
 
 def _is_of(module: str, missing: str | None) -> bool:
     return missing is not None and f"{module}.".startswith(f"{missing}.")
-
-
-def _is_function(value: object) -> bool:
-    return inspect.isfunction(inspect.unwrap(value)) if callable(value) else False
 
 
 def _describe(error: BaseException, file: str | None) -> str:

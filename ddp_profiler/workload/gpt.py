@@ -74,7 +74,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the block's output in the shape of ``x``."""
         x = x + self.attention(self.attention_norm(x))
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        fed: Tensor = self.feed_forward(self.feed_forward_norm(x))
+        return x + fed
 
 
 class Gpt(nn.Module):

@@ -90,8 +90,8 @@ class Planter:
 
     def delay(self, part: str, step: int) -> None:
         """Waits as long as is planted in a part of an optimizer step."""
-        if self._by_part[part]:
-            self._sleep(self.ms(part, step) / 1000)
+        if self._by_part[part] and (ms := self.ms(part, step)):
+            self._sleep(ms / 1000)
 
 
 def _parse(spec: str) -> Plant:

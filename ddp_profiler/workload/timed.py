@@ -19,6 +19,9 @@ from ddp_profiler.workload.definition import Workload
 from ddp_profiler.workload.losses import mean_squared_error
 from ddp_profiler.workload.pacing import Pacer
 
+# Below what torch shares out among threads, which would then spin while the layer sleeps.
+_SERIAL_ELEMENTS = 16384
+
 
 class _SleepAndAdd(torch.autograd.Function):
     """Returns x + scale * sum(weight), and sleeps in forward and in backward."""
@@ -29,14 +32,18 @@ class _SleepAndAdd(torch.autograd.Function):
         ctx.weight_shape = weight.shape
         ctx.weight_dtype = weight.dtype
         layer.forward_pacer.sleep(layer.forward_s)
-        return x + (weight.sum() * layer.scale).to(x.dtype)
+        number = torch.stack([part.sum() for part in weight.split(_SERIAL_ELEMENTS)]).sum()
+        return x + (number * layer.scale).to(x.dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         ctx.layer.backward_pacer.sleep(ctx.layer.backward_s)
-        gradient = (upstream.sum() * ctx.layer.scale).to(ctx.weight_dtype)
-        return upstream, gradient.expand(ctx.weight_shape), None
+        value = (upstream.sum() * ctx.layer.scale).to(ctx.weight_dtype)
+        gradient = value.new_empty(ctx.weight_shape)
+        for part in gradient.split(_SERIAL_ELEMENTS):
+            part.copy_(value)
+        return upstream, gradient, None
 
 
 class TimedLayer(nn.Module):
