@@ -639,8 +639,10 @@ class Lab:
             raise LabError(f"there is no node {node}: the nodes are 0 to {self.nodes - 1}")
 
     def _create(self) -> None:
-        hosts = ["127.0.0.1 localhost"]
-        hosts += [f"{a} {h}" for a, h in zip(self.addresses, self.hostnames, strict=True)]
+        # With the mapped form, under which torch's store looks up the names of IPv4 peers.
+        hosts = ["127.0.0.1 localhost", "::1 ip6-localhost"]
+        for address, hostname in zip(self.addresses, self.hostnames, strict=True):
+            hosts += [f"{address} {hostname}", f"::ffff:{address} {hostname}"]
         for path in self.private_dirs:
             for folder in (path, *(Path(f"{path}.{h}") for h in self.hostnames)):
                 folder.mkdir(parents=True, exist_ok=True)

@@ -31,6 +31,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddp_profiler.measure.marks import OpenSpan, Recorder
+from ddp_profiler.measure.untraced import untraced
 from ddp_profiler.schema import SpanKind
 
 PROCESS_GROUP = "process_group"
@@ -70,6 +71,7 @@ class _ObservedGroup(dist.ProcessGroup):
         return self._group._get_backend_name()
 
     # The trampoline of torch calls these with a list and options, never in the other forms.
+    @untraced
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]  # noqa: D102
         tensor = tensors[0]
         kind = (
@@ -82,6 +84,7 @@ class _ObservedGroup(dist.ProcessGroup):
         _end_with(work.get_future(), span, self._recorder)
         return work
 
+    @untraced
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]  # noqa: D102
         span = self._recorder.hand_over(SpanKind.BOOKKEEPING, tensors[0].nbytes)
         work = self._group.broadcast(tensors, opts)
@@ -157,6 +160,7 @@ class DdpAdapter:
         self.attached = False
 
 
+@untraced
 def _observing_hook(state: DdpAdapter, bucket: Any) -> Any:
     """Reduces a bucket as DDP does by itself, and notes it while its adapter is attached.
 
@@ -191,7 +195,7 @@ _original_sync_buffers: Callable[[DDP], None] = DDP._sync_buffers
 _original_register_comm_hook = DDP.register_comm_hook
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def _observed_sync_buffers(self: DDP) -> None:
     recorder = _observers.get(self)
     if recorder is None:
@@ -207,6 +211,7 @@ def _observed_register_comm_hook(self: DDP, state: object, hook: Callable[..., A
         _original_register_comm_hook(self, state, hook)
         return
 
+    @untraced
     def observed(state: object, bucket: Any) -> Any:
         recorder = _observers.get(self)
         if recorder is None:

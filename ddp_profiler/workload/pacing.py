@@ -18,7 +18,7 @@ class Pacer:
     Only the lateness of the sleep itself is made up for, never the work between sleeps.
 
     Args:
-        clock: Returns a monotonic time in s.
+        clock: Returns a monotonic time in s; kept as an attribute.
         sleep: Waits for a time in s, or longer.
     """
 
@@ -30,7 +30,7 @@ class Pacer:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._clock = clock
+        self.clock = clock
         self._sleep = sleep
         self._debt_s = 0.0
 
@@ -47,9 +47,13 @@ class Pacer:
         if left <= 0:
             self._debt_s = -left
             return
-        begin = self._clock()
+        begin = self.clock()
         self._sleep(left)
-        self._debt_s = min(self._clock() - begin - left, self.MAX_DEBT_S)
+        self._debt_s = min(self.clock() - begin - left, self.MAX_DEBT_S)
+
+    def sleep_rest(self, seconds: float, begin: float) -> None:
+        """Sleeps until work that began at ``begin``, by this clock, has taken ``seconds``."""
+        self.sleep(seconds - (self.clock() - begin))
 
 
 class _PacerOfThread(threading.local):

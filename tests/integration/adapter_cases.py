@@ -178,7 +178,7 @@ def compile_ddp(observed):
 def compile_module(observed):
     torch._dynamo.reset()
     torch.manual_seed(1)
-    ddp = DDP(torch.compile(Net(), backend="aot_eager"), bucket_cap_mb=0.02)
+    ddp = DDP(torch.compile(Net(), backend="aot_eager"))
     with observed(ddp):
         train(ddp, observed)
     return ddp

@@ -1,0 +1,94 @@
+"""Delays planted on purpose."""
+
+import time
+
+import pytest
+
+from ddp_profiler.errors import UsageError
+from ddp_profiler.workload.plant import PARTS, Plant, Planter, parse_plants
+
+FORM = "Give it as part=PART,ms=MS[,rank=R][,every=N][,level_dp=N]."
+
+
+def test_parse():
+    assert parse_plants([]) == ()
+    assert parse_plants(
+        ["part=backward,ms=30", "part=comm, ms=0.5,rank=1,every=10,level_dp=2"]
+    ) == (
+        Plant("backward", 30.0),
+        Plant("comm", 0.5, rank=1, every=10, level_dp=2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "what"),
+    [
+        ("", "'' is not of the form key=value"),
+        ("backward", "'backward' is not of the form key=value"),
+        ("part=backward", "ms is missing"),
+        ("ms=3", "part is missing"),
+        (
+            "part=update,ms=3",
+            "part=update is none of data, forward, between, backward, optimizer, comm",
+        ),
+        ("part=data,ms=fast", "ms=fast is not a number above 0"),
+        ("part=data,ms=0", "ms=0 is not a number above 0"),
+        ("part=data,ms=inf", "ms=inf is not a number above 0"),
+        ("part=data,ms=3,ms=4", "ms is given twice"),
+        ("part=data,ms=3,step=4", "there is no option step"),
+        ("part=data,ms=3,rank=-1", "rank=-1 is not a whole number of at least 0"),
+        ("part=data,ms=3,every=0", "every=0 is not a whole number of at least 1"),
+        ("part=data,ms=3,level_dp=two", "level_dp=two is not a whole number of at least 1"),
+    ],
+)
+def test_refused(spec, what):
+    with pytest.raises(UsageError) as caught:
+        parse_plants([spec])
+    assert str(caught.value) == f"Planted delay {spec!r}: {what}.\n{FORM}"
+
+
+def test_applies_to_its_part_rank_and_steps():
+    plant = Plant("data", 1.0, rank=1, every=3)
+    assert [step for step in range(8) if plant.applies("data", 1, step)] == [0, 3, 6]
+    assert not plant.applies("data", 0, 0)
+    assert not plant.applies("forward", 1, 0)
+    assert all(Plant("data", 1.0).applies("data", rank, 5) for rank in range(3))
+
+
+def test_planter_waits_for_the_sum_of_what_applies():
+    slept = []
+    plants = parse_plants(
+        ["part=data,ms=20", "part=data,ms=5,every=2", "part=data,ms=100,rank=0", "part=comm,ms=1"]
+    )
+    planter = Planter(plants, rank=1, sleep=slept.append)
+    assert [planter.ms("data", step) for step in range(3)] == [25.0, 20.0, 25.0]
+    for step in range(2):
+        for part in PARTS:
+            planter.delay(part, step)
+    assert slept == [0.025, 0.001, 0.020, 0.001]
+
+
+def test_planter_does_nothing_where_nothing_is_planted():
+    slept = []
+    planter = Planter(parse_plants(["part=data,ms=20,every=2"]), rank=0, sleep=slept.append)
+    planter.delay("forward", 0)
+    planter.delay("data", 1)
+    assert slept == []
+    assert planter.ms("forward", 0) == 0
+    with pytest.raises(KeyError):
+        planter.delay("forwards", 0)
+
+
+def test_level_dp_limits_a_plant_to_one_level():
+    plants = parse_plants(["part=data,ms=20,level_dp=2"])
+    assert Planter(plants, 0, dp=2).ms("data", 0) == 20
+    assert Planter(plants, 0, dp=4).ms("data", 0) == 0
+    assert Planter(plants, 0).ms("data", 0) == 0
+
+
+def test_planter_sleeps_for_real():
+    planter = Planter(parse_plants(["part=optimizer,ms=30"]), rank=0)
+    begin = time.perf_counter()
+    for step in range(3):
+        planter.delay("optimizer", step)
+    assert 0.085 < time.perf_counter() - begin < 0.5
