@@ -15,7 +15,7 @@ from ddp_profiler.measure.marks import Columns, Recorder
 from ddp_profiler.measure.session import Session
 from ddp_profiler.schema import LevelFacts, LevelSettings, Variant
 from ddp_profiler.workload import Workload, build
-from ddp_profiler.workload.plant import Planter, parse_plants
+from ddp_profiler.workload.plant import Plant, Planter, parse_plants
 
 
 class Progress(Protocol):
@@ -78,13 +78,13 @@ def run_levels(
     groups = session.make_groups(levels)
     timeline = make_timeline(session.device.device)
     recorder = Recorder(timeline, sink)
-    planter = Planter(parse_plants(config.plants), session.rank)
+    plants = parse_plants(config.plants)
     facts = []
     for index, level in enumerate(levels):
         done, heartbeat = f"done/{index}", f"beat/{index}"
         if session.rank in level.ranks:
             found = _run_level(
-                config, index, level, session, recorder, planter, groups, progress, phase, heartbeat
+                config, index, level, session, recorder, plants, groups, progress, phase, heartbeat
             )
             if session.rank == level.ranks[0]:
                 session.publish(done, found)
@@ -99,7 +99,7 @@ def _run_level(
     level: LevelSettings,
     session: Session,
     recorder: Recorder,
-    planter: Planter,
+    plants: tuple[Plant, ...],
     groups: dict[tuple[int, ...], Any],
     progress: Progress,
     phase: Phase,
@@ -126,7 +126,7 @@ def _run_level(
         bucket_cap_mb=config.bucket_cap_mb,
         precision=config.precision,
         seed=config.seed,
-        planter=planter,
+        planter=Planter(plants, session.rank, dp=level.dp),
     )
     try:
         phase.name = f"level {level.id}, warm-up"

@@ -13,8 +13,8 @@ AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
 def untraced(function: AnyCallable) -> AnyCallable:
     """Makes Dynamo skip a function and all that it calls; returns the function itself.
 
-    ``torch.compiler.disable`` would do, but it imports all of Dynamo (some seconds at
-    start-up) and adds a frame to each call. This sets the mark that Dynamo itself sets
+    ``torch.compiler.disable`` would do, but it imports all of Dynamo and
+    adds a frame to each call. This sets the mark that Dynamo itself sets
     on code that it skips, and falls back to the public way where it is not to be had.
     """
     try:

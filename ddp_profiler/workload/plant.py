@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ddp_profiler.errors import UsageError
 from ddp_profiler.workload.pacing import precise_sleep
 
-PARTS = ("data", "forward", "between", "backward", "optimizer", "comm")
+PARTS = ("data", "forward", "between", "backward", "optimizer")
 """Where a delay can be planted; ``between`` lies between forward and backward."""
 
 _FORM = "part=PART,ms=MS[,rank=R][,every=N][,level_dp=N]"

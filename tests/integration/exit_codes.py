@@ -17,6 +17,7 @@ import tempfile
 import time
 
 import torch
+import torch._dynamo  # DDP imports it: once here, not in every trial
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
