@@ -42,7 +42,7 @@ class _LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="ddp-profiler")
 @click.option("--debug", is_flag=True, help="Show the stack trace of an error.")
 def _group(debug: bool) -> None:
-    """Analyse runs of ddp_profiler: where the time of a data-parallel step goes.
+    r"""Analyse runs of ddp_profiler: where the time of a data-parallel step goes.
 
     \b
     Measure first, with the launcher that you train with:

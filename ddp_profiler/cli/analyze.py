@@ -16,7 +16,7 @@ from ddp_profiler.report import console
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the content of summary.json.")
 def command(run: Path, as_json: bool) -> None:
-    """Show where the step time of RUN went, level by level.
+    r"""Show where the step time of RUN went, level by level.
 
     RUN is the folder that ddp_profiler.run names when it ends. The figures are
     derived anew from the raw marks, so a run that was cut short can be read too:

@@ -67,12 +67,12 @@ class _ObservedGroup(dist.ProcessGroup):
         self._group = group
         self._recorder = recorder
 
-    def getBackendName(self) -> str:  # noqa: N802, D102 - name given by torch
+    def getBackendName(self) -> str:
         return self._group._get_backend_name()
 
     # The trampoline of torch calls these with a list and options, never in the other forms.
     @untraced
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]  # noqa: D102
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
         tensor = tensors[0]
         kind = (
             SpanKind.GRADIENT
@@ -85,7 +85,7 @@ class _ObservedGroup(dist.ProcessGroup):
         return work
 
     @untraced
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]  # noqa: D102
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
         span = self._recorder.hand_over(SpanKind.BOOKKEEPING, tensors[0].nbytes)
         work = self._group.broadcast(tensors, opts)
         _end_with(work.get_future(), span, self._recorder)

@@ -205,6 +205,7 @@ class LevelRun:
             num_buckets=len(sizes),
             bucket_bytes=sizes,
             sources={"local_backward_end": backward.SOURCE, **self.adapter.sources},
+            notes=self.workload.notes,
         )
 
     def close(self) -> None:

@@ -100,6 +100,9 @@ class TimedOptions:
         outside_backward_ms: Backward time in ms of one more layer, trained outside DDP;
             0 leaves it out.
         buffers: Buffer elements of each layer, which DDP broadcasts.
+        pace: ``schedule``: a pass takes layers x ms as a whole, small work between layers
+            is absorbed. ``layer``: each layer takes its ms, what lies between them adds to
+            it; needed to see the cost of anything that runs between layers.
         dtype: Type of the parameters and features.
     """
 
@@ -109,6 +112,7 @@ class TimedOptions:
     parameters: int = field(default=65536, metadata=_POSITIVE)
     outside_backward_ms: float = field(default=0.0, metadata=_NOT_NEGATIVE)
     buffers: int = field(default=0, metadata=_NOT_NEGATIVE)
+    pace: str = field(default="schedule", metadata={"choices": ("schedule", "layer")})
     dtype: str = field(default="float32", metadata=_DTYPE)
 
 

@@ -56,6 +56,7 @@ class Workload:
         options: What it was built with, for the record.
         extra_modules: Trained modules outside DDP, such as an encoder.
         find_unused_parameters: Passed to DDP.
+        notes: What a reader of the figures has to know about the model.
 
     Raises:
         InputError: A field is not what it should be.
@@ -71,6 +72,7 @@ class Workload:
     options: Mapping[str, str | int | float] = field(default_factory=dict)
     extra_modules: tuple[nn.Module, ...] = ()
     find_unused_parameters: bool = False
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -89,6 +91,8 @@ class Workload:
             raise self._wrong(
                 f"options is {self.options!r}", "Give a dict from str to str, int or float."
             )
+        if not all(isinstance(note, str) for note in self.notes):
+            raise self._wrong(f"notes is {self.notes!r}", "Give a tuple of texts.")
         if not isinstance(self.find_unused_parameters, bool):
             raise self._wrong(
                 f"find_unused_parameters is {self.find_unused_parameters!r}",

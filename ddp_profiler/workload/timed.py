@@ -16,10 +16,16 @@ from ddp_profiler.workload.catalog import TimedOptions
 from ddp_profiler.workload.data import synthetic_pairs
 from ddp_profiler.workload.definition import Workload
 from ddp_profiler.workload.losses import mean_squared_error
-from ddp_profiler.workload.pacing import Pacer
+from ddp_profiler.workload.pacing import Pacer, Schedule
 
 # Below what torch shares out among threads, which would then spin while the layer sleeps.
 _SERIAL_ELEMENTS = 16384
+
+
+_SCHEDULE_NOTE = (
+    "The timed layers keep to a schedule, which hides the cost of measuring; "
+    "timed:pace=layer shows it."
+)
 
 
 class _AddNumber(torch.autograd.Function):
@@ -37,12 +43,12 @@ class _AddNumber(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         layer: TimedLayer = ctx.layer
-        begin = layer.backward_pacer.clock()
+        begin = layer.backward_pacer.begin()
         value = (upstream.sum() * layer.scale).to(ctx.weight_dtype)
         gradient = value.new_empty(ctx.weight_shape)
         for part in _serial_parts(gradient):
             part.copy_(value)
-        layer.backward_pacer.sleep_rest(layer.backward_s, begin)
+        layer.backward_pacer.finish(layer.backward_s, begin)
         return upstream, gradient, None
 
 
@@ -72,8 +78,8 @@ class TimedLayer(nn.Module):
         options: TimedOptions,
         forward_ms: float,
         backward_ms: float,
-        forward_pacer: Pacer,
-        backward_pacer: Pacer,
+        forward_pacer: Pacer | Schedule,
+        backward_pacer: Pacer | Schedule,
     ) -> None:
         super().__init__()
         self.forward_s = forward_ms / 1000
@@ -87,16 +93,17 @@ class TimedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``x`` plus the layer's number."""
-        begin = self.forward_pacer.clock()
+        begin = self.forward_pacer.begin()
         y: Tensor = _AddNumber.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
-        self.forward_pacer.sleep_rest(self.forward_s, begin)
+        self.forward_pacer.finish(self.forward_s, begin)
         return y
 
 
 def build(name: str, options: TimedOptions, *, seed: int) -> Workload:
     """Builds a model of sleeping layers, with an encoder outside DDP where one is asked for."""
     dtype: torch.dtype = getattr(torch, options.dtype)
-    forward_pacer, backward_pacer = Pacer(), Pacer()
+    pace = Schedule if options.pace == "schedule" else Pacer
+    forward_pacer, backward_pacer = pace(), pace()
     layers = (
         TimedLayer(options, options.forward_ms, options.backward_ms, forward_pacer, backward_pacer)
         for _ in range(options.layers)
@@ -104,7 +111,7 @@ def build(name: str, options: TimedOptions, *, seed: int) -> Workload:
     module = nn.Sequential(*layers).to(dtype)
     encoder: nn.Module | None = None
     if options.outside_backward_ms > 0:
-        encoder = TimedLayer(options, 0, options.outside_backward_ms, Pacer(), Pacer()).to(dtype)
+        encoder = TimedLayer(options, 0, options.outside_backward_ms, pace(), pace()).to(dtype)
 
     def inputs(batch: Any) -> tuple[Any, ...]:
         x = batch[0]
@@ -121,4 +128,5 @@ def build(name: str, options: TimedOptions, *, seed: int) -> Workload:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
         options=asdict(options),
         extra_modules=() if encoder is None else (encoder,),
+        notes=(_SCHEDULE_NOTE,) if options.pace == "schedule" else (),
     )

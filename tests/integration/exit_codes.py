@@ -78,7 +78,7 @@ def train(rank, store, mode):
 
 def child(rank, store, mode):
     """Ends the process: by ``leave`` as the worker does, or by an uncaught exception."""
-    with contextlib.redirect_stderr(open(os.devnull, "w")):  # noqa: SIM115
+    with contextlib.redirect_stderr(open(os.devnull, "w")):
         if mode == "leave":
             try:
                 train(rank, store, mode)

@@ -173,5 +173,5 @@ def test_refused_specs(spec, message, remedy):
 def test_options_text_lists_defaults():
     assert options_text("timed") == (
         "layers=8, forward_ms=5, backward_ms=10, parameters=65536, outside_backward_ms=0, "
-        "buffers=0, dtype=float32"
+        "buffers=0, pace=schedule, dtype=float32"
     )

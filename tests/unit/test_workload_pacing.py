@@ -6,7 +6,7 @@ import time
 import pytest
 
 from ddp_profiler.workload import pacing
-from ddp_profiler.workload.pacing import Pacer, precise_sleep
+from ddp_profiler.workload.pacing import Pacer, Schedule, precise_sleep
 
 
 class World:
@@ -70,16 +70,16 @@ def test_no_time_is_no_sleep():
     assert world.asked == []
 
 
-def test_sleep_rest_counts_the_work_since_begin():
+def test_finish_counts_the_work_since_begin():
     world = World(late=[0.001])
     pacer = world.pacer()
     begin = pacer.clock()
     world.now += 0.003
-    pacer.sleep_rest(0.010, begin)
+    pacer.finish(0.010, begin)
     assert world.asked == pytest.approx([0.007])
     begin = pacer.clock()
     world.now += 0.020
-    pacer.sleep_rest(0.010, begin)
+    pacer.finish(0.010, begin)
     assert len(world.asked) == 1
     assert pacer.debt_s == pytest.approx(0.001)
 
@@ -101,3 +101,25 @@ def test_real_sleeps_are_exact_in_the_mean_and_idle():
     wall, cpu = time.perf_counter() - begin, time.thread_time() - cpu
     assert 0.190 < wall < 0.4
     assert cpu < 0.5 * wall
+
+
+def test_a_schedule_absorbs_small_gaps_and_late_ends():
+    world = World(late=[0.0002] * 4)
+    schedule = Schedule(world.clock, world.sleep)
+    start = world.now
+    for _ in range(4):
+        begin = schedule.begin()
+        world.now += 0.0005
+        schedule.finish(0.010, begin)
+        world.now += 0.0003
+    assert world.now - start == pytest.approx(0.040 + 0.0002 + 0.0003)
+
+
+def test_a_schedule_does_not_absorb_a_delay():
+    world = World()
+    schedule = Schedule(world.clock, world.sleep)
+    start = world.now
+    schedule.finish(0.010, schedule.begin())
+    world.now += 0.005
+    schedule.finish(0.010, schedule.begin())
+    assert world.now - start == pytest.approx(0.025)

@@ -13,10 +13,10 @@ FORM = "Give it as part=PART,ms=MS[,rank=R][,every=N][,level_dp=N]."
 def test_parse():
     assert parse_plants([]) == ()
     assert parse_plants(
-        ["part=backward,ms=30", "part=comm, ms=0.5,rank=1,every=10,level_dp=2"]
+        ["part=backward,ms=30", "part=optimizer, ms=0.5,rank=1,every=10,level_dp=2"]
     ) == (
         Plant("backward", 30.0),
-        Plant("comm", 0.5, rank=1, every=10, level_dp=2),
+        Plant("optimizer", 0.5, rank=1, every=10, level_dp=2),
     )
 
 
@@ -58,7 +58,12 @@ def test_applies_to_its_part_rank_and_steps():
 def test_planter_waits_for_the_sum_of_what_applies():
     slept = []
     plants = parse_plants(
-        ["part=data,ms=20", "part=data,ms=5,every=2", "part=data,ms=100,rank=0", "part=comm,ms=1"]
+        [
+            "part=data,ms=20",
+            "part=data,ms=5,every=2",
+            "part=data,ms=100,rank=0",
+            "part=optimizer,ms=1",
+        ]
     )
     planter = Planter(plants, rank=1, sleep=slept.append)
     assert [planter.ms("data", step) for step in range(3)] == [25.0, 20.0, 25.0]

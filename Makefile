@@ -1,0 +1,84 @@
+# `make` lists the targets. `make run` and `make test` do all their set-up on a fresh machine.
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The first Python that is new enough; PYTHON=... chooses another.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# Options of the study: make run ARGS="--model mlp --accumulate 1,4"
+ARGS ?=
+# Options of pytest: make test PYTEST_ARGS="-k parts"
+PYTEST_ARGS ?=
+# Where the CPU build of torch is found. Plain PyPI has the CUDA build of several GB for Linux,
+# which a machine without a GPU has no use for. Empty: plain PyPI everywhere.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+# Installed again only when these change.
+SOURCES_OF_INSTALL := pyproject.toml constraints.txt
+# As many ranks as GPUs; without a GPU two, so that there is something to communicate.
+COUNT_RANKS := import os, torch; gpus = torch.cuda.device_count(); \
+	cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(); \
+	ranks = gpus or min(2, cores); print(ranks, max(1, cores // ranks))
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: $(VENV)/.installed ## Install what is missing, then measure a small model on this machine
+	@set -- $$($(BIN)/python -c '$(COUNT_RANKS)') && \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} \
+	$(BIN)/torchrun --standalone --nproc_per_node=$$1 -m ddp_profiler.run $(ARGS)
+
+test: $(VENV)/.installed-test system ## Install what is missing, then run all checks and tests
+	@$(MAKE) --no-print-directory lint
+	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest --doctest-modules -q ddp_profiler
+
+lint: $(VENV)/.installed-test ## Check style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean: ## Remove what was installed and built; measured runs stay
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The tests of the network lab need ip and tc; without root they are skipped.
+.PHONY: system
+system:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		! { command -v ip && command -v tc; } >/dev/null; then \
+		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q iproute2; \
+	fi
+
+$(BIN)/python:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "This needs Python 3.11 or later, and there is none on the PATH." >&2; \
+		echo "Install it, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 2; fi
+	@if ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q python3-venv; \
+		else \
+			echo "$(PYTHON) cannot make virtual environments: its venv module is missing." >&2; \
+			echo "Install it; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; \
+		fi; fi
+	$(PYTHON) -m venv $(VENV)
+
+# The CPU index is tried for torch alone and may be out of reach: then PyPI has to do.
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	@if [ -n "$(TORCH_INDEX)" ] && [ "$$(uname -s)" = Linux ] && ! nvidia-smi -L >/dev/null 2>&1; \
+	then set -x; $(BIN)/pip install -q --retries 1 --timeout 20 -c constraints.txt \
+		--extra-index-url $(TORCH_INDEX) torch; \
+	else set -x; $(BIN)/pip install -q -c constraints.txt torch; fi
+	@touch $@
+
+$(VENV)/.installed: $(SOURCES_OF_INSTALL) $(VENV)/.torch
+	$(BIN)/pip install -q -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(SOURCES_OF_INSTALL) $(VENV)/.torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,5 @@
+"""Lets ``python -m ddp_profiler.cli`` stand for ``ddp-profiler``."""
+
+from ddp_profiler.cli import main
+
+main()
