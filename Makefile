@@ -67,12 +67,13 @@ $(BIN)/python:
 		fi; fi
 	$(PYTHON) -m venv $(VENV)
 
-# The CPU index is tried for torch alone and may be out of reach: then PyPI has to do.
+# torch first and alone, as the CPU index is asked for nothing else. Where that cannot be reached,
+# pip says so and takes what PyPI has. Its dependencies come with the next step.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
 	@if [ -n "$(TORCH_INDEX)" ] && [ "$$(uname -s)" = Linux ] && ! nvidia-smi -L >/dev/null 2>&1; \
-	then set -x; $(BIN)/pip install -q --retries 1 --timeout 20 -c constraints.txt \
+	then set -x; $(BIN)/pip install -q --no-deps --retries 1 --timeout 20 -c constraints.txt \
 		--extra-index-url $(TORCH_INDEX) torch; \
-	else set -x; $(BIN)/pip install -q -c constraints.txt torch; fi
+	else set -x; $(BIN)/pip install -q --no-deps -c constraints.txt torch; fi
 	@touch $@
 
 $(VENV)/.installed: $(SOURCES_OF_INSTALL) $(VENV)/.torch

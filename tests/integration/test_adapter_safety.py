@@ -29,8 +29,10 @@ CASES = {
 def results(request):
     ranks = request.param
     done = run_command(
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        + [HERE / "adapter_cases.py"]
+        [
+            *("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"),
+            HERE / "adapter_cases.py",
+        ]
     )
     assert done.code == 0, done.err[-3000:]
     rows = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]

@@ -16,7 +16,7 @@ def tolerance(planted):
 
 @pytest.fixture(scope="module")
 def plain(study):
-    done = study(2, *QUICK)
+    done = study(2, *QUICK, "--threads-per-rank", "1")
     assert done.code == 0, done.err[-3000:]
     return done
 
@@ -71,7 +71,8 @@ def test_a_module_outside_ddp_lengthens_backward_not_exposed_communication(study
     ("part", "where"), [("data", "data"), ("forward", "forward"), ("optimizer", "optimizer")]
 )
 def test_a_delay_is_found_in_its_part(study, plain, part, where):
-    done = study(1, *QUICK, "--plant", f"part={part},ms=50")
+    # One thread, as in the reference: idle OpenMP threads would spin on the other cores.
+    done = study(1, *QUICK, "--threads-per-rank", "1", "--plant", f"part={part},ms=50")
     parts, reference = done.level("dp1")["breakdown_ms"], plain.level("dp1")["breakdown_ms"]
     for name in parts:
         expected = 50 if name == where else 0

@@ -1,0 +1,647 @@
+#!/usr/bin/env python3
+"""What the profiler adds to a training step: microseconds per step and per gradient bucket.
+
+The profiler's own training loop runs the timed workload (layers that sleep) at dp = 2 in
+three variants: plain, instrumented and plain again. All three run in one launch, in the
+same processes, on the same DDP object, in short blocks whose order is a Williams design:
+each variant stands in each place, and follows each other one, equally often. Three cases
+take turns too: a short step, a long one, and the short one with a single bucket, which
+separates the cost per step from the cost per bucket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+ROOT = Path(__file__).resolve().parents[1]
+RANKS = 2
+LAYERS = 8
+PARAMETERS = 65536
+LAYER_MB = PARAMETERS * 4 / 2**20
+VARIANTS = ("plain", "instrumented", "plain_again")
+ORDERS = ((0, 1, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0), (0, 2, 1), (1, 0, 2))
+"""Williams design for three treatments: 6 sequences, balanced for place and predecessor."""
+
+GOAL_BUCKET_US = 50.0
+GOAL_PERCENT = 1.0
+LEAST_ROUNDS = 12
+"""Below, a bootstrap over rounds has too little to draw from, and no verdict is given."""
+
+FORMAT_VERSION = 1
+"""Of the JSON file. 1: first format."""
+
+_RESAMPLES = 10_000
+_SEED = 20261201
+_LAUNCH_TIMEOUT_S = 1800
+
+_HELP = f"""Measure what the profiler itself costs, on this machine.
+
+It starts its own torchrun with {RANKS} ranks (gloo, CPU) on a free port. The workload is
+"timed": {LAYERS} layers of {PARAMETERS} parameters that sleep, so the cores are idle and what a
+step takes above its plain twin is the profiler. Steps of 36 and 108 ms have {LAYERS}
+buckets; a further case has 36 ms and 1 bucket.
+
+Variants, in blocks that take turns in the same processes on the same DDP object:
+  plain         the study's plain step: one mark at its end, nothing attached to DDP
+  instrumented  all marks, the adapter attached
+  plain_again   plain once more: what it differs from plain is the noise of the machine
+"""
+
+_EPILOG = """How to read the table:
+  step     instrumented less the mean of plain and plain_again, in us: median over
+           rounds, with a 95 % bootstrap interval over rounds
+  noise    plain_again less plain, the same way; a cost inside it is not resolved
+  %        the cost in per cent of the plain step
+  bucket   the whole cost by the number of buckets, the fixed cost of a step included
+  slope    (cost with 8 buckets - cost with 1) / 7: the cost of one more bucket
+  CPU      processor time of all threads of a rank, by the same comparison: what is
+           hidden in a sleep of the workload but would compete with real computing
+
+Verdicts are equivalence tests, not "no significant difference". "shown" needs the 90 %
+interval of the cost inside +-1 % of the step (two one-sided tests at 5 %), or the 95 %
+upper bound of the cost per bucket at or below 50 us. Else "not shown": the goal is
+missed, or the machine was too noisy to tell; then raise --rounds.
+
+Examples:
+  python benchmarks/overhead.py                     about 4 minutes
+  python benchmarks/overhead.py --json figures.json with every step, to analyse again
+  python benchmarks/overhead.py --quick             10 s: does it run? Not for figures
+  python benchmarks/overhead.py --read figures.json the table of an earlier run
+
+Leave the machine alone meanwhile. Exit codes: 0 done, whatever the verdicts;
+1 the launch failed; 2 wrong usage.
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload whose overhead is measured.
+
+    Attributes:
+        name: Unique name in the run.
+        step_ms: Length of a plain step in ms, which the layers' sleeps are set to give;
+            they spend a third of it in forward.
+        buckets: DDP's gradient buckets in steady state.
+    """
+
+    name: str
+    step_ms: float
+    buckets: int
+
+    @property
+    def model(self) -> str:
+        """The workload as ``--model`` takes it; each layer's sleep is its own.
+
+        With the other pace of the workload, time between layers would be absorbed, and
+        with it what is to be measured.
+        """
+        forward, backward = self.step_ms / LAYERS / 3, self.step_ms / LAYERS * 2 / 3
+        return (
+            f"timed:layers={LAYERS},parameters={PARAMETERS},pace=layer,"
+            f"forward_ms={forward:g},backward_ms={backward:g}"
+        )
+
+    @property
+    def bucket_cap_mb(self) -> float:
+        """DDP's bucket size limit in MB of 2**20 bytes that gives these buckets."""
+        return LAYER_MB * LAYERS / self.buckets
+
+
+CASES = (Case("36 ms", 36, 8), Case("108 ms", 108, 8), Case("36 ms, 1 bucket", 36, 1))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    Attributes:
+        rounds: Rounds; in each, each case runs one block of each variant.
+        block_steps: Steps in a block; the first one, after a barrier, is not counted.
+        warmup: Steps of each case beforehand, and again to set the sleeps.
+    """
+
+    rounds: int
+    block_steps: int
+    warmup: int
+
+
+# ----------------------------------------------------------------------------------------------
+# The worker: one rank, under torchrun. Only this part imports torch.
+
+
+def work(plan: Plan, out: Path) -> None:
+    """Runs one rank and, on rank 0, writes what all ranks measured as JSON.
+
+    Args:
+        plan: How much is measured.
+        out: File for the raw times.
+
+    Raises:
+        RuntimeError: DDP made another number of buckets than a case needs.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from ddp_profiler.config import StudyConfig
+    from ddp_profiler.measure.clock import HostTimeline
+    from ddp_profiler.measure.loop import LevelRun
+    from ddp_profiler.measure.marks import Columns, Recorder
+    from ddp_profiler.measure.session import Session, choose_device
+    from ddp_profiler.measure.topology import read_topology
+    from ddp_profiler.schema import LevelSettings, SpanKind, Variant
+    from ddp_profiler.workload import Planter, build
+    from ddp_profiler.workload.timed import TimedLayer
+
+    class ObservedRecorder(Recorder):
+        """A recorder that also tells what a block cost outside its steps."""
+
+        flush_ns = 0
+        cpu_at_flush_ns = 0
+
+        def flush(self) -> None:
+            self.cpu_at_flush_ns = time.process_time_ns()
+            begin = time.monotonic_ns()
+            super().flush()
+            self.flush_ns = time.monotonic_ns() - begin
+
+    steps_us: list[float] = []
+    collectives = 0
+
+    def keep(columns: Columns) -> None:
+        nonlocal collectives
+        kinds = columns["kind"]
+        collectives += sum(kind == SpanKind.GRADIENT for kind in kinds)
+        for kind, begin, end in zip(kinds, columns["begin_ns"], columns["end_ns"], strict=True):
+            if kind == SpanKind.STEP and begin is not None and end is not None:
+                steps_us.append((end - begin) / 1000)
+
+    topology = read_topology(os.environ)
+    session = Session(topology, choose_device(topology, "gloo", None), timeout_s=300)
+    recorder = ObservedRecorder(HostTimeline(), keep)
+    group = dist.new_group(list(range(RANKS)))
+    config = StudyConfig()
+    runs = []
+    for case in CASES:
+        run = LevelRun(
+            LevelSettings(case.name, RANKS, config.micro_batch, 1, "packed", tuple(range(RANKS))),
+            build(case.model, seed=0, micro_batch=config.micro_batch, data=None),
+            recorder,
+            group,
+            topology.rank,
+            torch.device("cpu"),
+            bucket_cap_mb=case.bucket_cap_mb,
+            precision="fp32",
+            seed=0,
+            planter=Planter((), topology.rank),
+        )
+        run.run_block(max(plan.warmup, 3), Variant.WARMUP)
+        found = run.facts().num_buckets
+        if found != case.buckets:
+            raise RuntimeError(f"{case.name}: DDP made {found} buckets instead of {case.buckets}")
+        steps_us.clear()
+        recorder.begin_block(0, 0, 0, Variant.PLAIN)
+        run.run_block(max(plan.warmup, 3), Variant.PLAIN)
+        excess = torch.tensor(float(np.median(steps_us[1:])) / 1000 - case.step_ms)
+        dist.all_reduce(excess, group=group)
+        # What a step takes besides its sleeps comes off them, so that it is as long as it says.
+        factor = max(0.0, 1 - float(excess) / RANKS / case.step_ms)
+        for layer in run.workload.module.children():
+            assert isinstance(layer, TimedLayer)
+            layer.forward_s *= factor
+            layer.backward_s *= factor
+        runs.append(run)
+
+    blocks: list[dict[str, Any]] = []
+    for round_ in range(plan.rounds):
+        for place, (case, run) in enumerate(zip(CASES, runs, strict=True)):
+            # Another row for each case, so that a place in time favours no variant.
+            for variant in ORDERS[(round_ + 2 * place) % len(ORDERS)]:
+                steps_us.clear()
+                collectives = 0
+                observed = VARIANTS[variant] == "instrumented"
+                recorder.begin_block(place, 0, round_, Variant.PLAIN)
+                cpu = time.process_time_ns()
+                run.run_block(plan.block_steps, Variant.INSTRUMENTED if observed else Variant.PLAIN)
+                if collectives != (case.buckets * plan.block_steps if observed else 0):
+                    raise RuntimeError(f"{case.name}: {collectives} collectives were noted")
+                blocks.append(
+                    {
+                        "case": case.name,
+                        "round": round_,
+                        "variant": VARIANTS[variant],
+                        "steps_us": list(steps_us),
+                        "cpu_us": (recorder.cpu_at_flush_ns - cpu) / 1000 / plan.block_steps,
+                        "flush_us": recorder.flush_ns / 1000 / plan.block_steps,
+                    }
+                )
+        if topology.rank == 0 and sys.stderr.isatty():
+            print(f"\rround {round_ + 1} of {plan.rounds}", end="", file=sys.stderr, flush=True)
+    session.publish(f"blocks/{topology.rank}", blocks)
+    if topology.rank == 0:
+        if sys.stderr.isatty():
+            print("\r" + " " * 30 + "\r", end="", file=sys.stderr)
+        ranks = [session.learn(f"blocks/{rank}") for rank in range(RANKS)]
+        out.write_text(
+            json.dumps({"torch": torch.__version__, "cases": _asdicts(CASES), "ranks": ranks})
+        )
+    for run in runs:
+        run.close()
+    session.close()
+    dist.destroy_process_group()
+
+
+def _asdicts(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    return [asdict(case) for case in cases]
+
+
+# ----------------------------------------------------------------------------------------------
+# From raw times to estimates.
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median over rounds with its bootstrap intervals.
+
+    Attributes:
+        value: The estimate.
+        ci95: 95 % interval, (low, high).
+        ci90: 90 % interval; its ends are one-sided 95 % bounds.
+    """
+
+    value: float
+    ci95: tuple[float, float]
+    ci90: tuple[float, float]
+
+    def scaled(self, factor: float) -> Estimate:
+        """Returns the estimate in another unit; ``factor`` is above 0."""
+        low, high = self.ci95
+        lower, upper = self.ci90
+        return Estimate(
+            self.value * factor,
+            (low * factor, high * factor),
+            (lower * factor, upper * factor),
+        )
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What the profiler costs in one case.
+
+    Attributes:
+        case: The case.
+        plain_step_us: Median plain step.
+        cost_us: Cost of a step, wall time.
+        noise_us: Plain again less plain, wall time.
+        cost_percent: Cost in per cent of the plain step.
+        noise_percent: Noise in per cent of the plain step.
+        bucket_us: Cost divided by the number of buckets.
+        cpu_cost_us: Cost of a step in processor time of a rank.
+        cpu_noise_us: Plain again less plain, processor time.
+        flush_us: What writing the record takes between blocks, per step measured.
+    """
+
+    case: Case
+    plain_step_us: float
+    cost_us: Estimate
+    noise_us: Estimate
+    cost_percent: Estimate
+    noise_percent: Estimate
+    bucket_us: Estimate
+    cpu_cost_us: Estimate
+    cpu_noise_us: Estimate
+    flush_us: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A goal and whether the run shows that it is met.
+
+    Attributes:
+        goal: The goal in words.
+        bounds: Interval that the cost must lie in.
+        interval: One-sided 95 % bounds of the cost, as an interval.
+        shown: Whether the interval lies inside the bounds; None with too few rounds to tell.
+    """
+
+    goal: str
+    bounds: tuple[float, float]
+    interval: tuple[float, float]
+    shown: bool | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """All figures of one run.
+
+    Attributes:
+        cases: By case.
+        slope_us: Wall time of one more bucket.
+        fixed_us: Wall time of a step without buckets: the rest.
+        cpu_slope_us: Processor time of one more bucket.
+        cpu_fixed_us: Processor time of a step without buckets.
+        verdicts: The goals.
+    """
+
+    cases: tuple[CaseResult, ...]
+    slope_us: Estimate
+    fixed_us: Estimate
+    cpu_slope_us: Estimate
+    cpu_fixed_us: Estimate
+    verdicts: tuple[Verdict, ...]
+
+
+def estimate(values: Floats) -> Estimate:
+    """Returns the median over rounds with percentile bootstrap intervals over rounds.
+
+    Args:
+        values: One value for each round, shape [round].
+    """
+    random = np.random.default_rng(_SEED)
+    picked = random.integers(0, len(values), size=(_RESAMPLES, len(values)))
+    medians = np.median(values[picked], axis=1)
+    low, lower, upper, high = (float(x) for x in np.percentile(medians, [2.5, 5, 95, 97.5]))
+    return Estimate(float(np.median(values)), (low, high), (lower, upper))
+
+
+def analyze(raw: dict[str, Any]) -> Result:
+    """Derives all figures from the raw times that :func:`work` wrote."""
+    cases = [Case(**case) for case in raw["cases"]]
+    rounds = raw["plan"]["rounds"]
+    results = {}
+    costs: dict[str, tuple[Floats, Floats]] = {}
+    for case in cases:
+        wall = _table(raw, case, lambda block: float(np.mean(block["steps_us"][1:])))
+        cpu = _table(raw, case, lambda block: block["cpu_us"])
+        flush = _table(raw, case, lambda block: block["flush_us"])
+        costs[case.name] = (_cost(wall), _cost(cpu))
+        plain = float(np.median([wall["plain"], wall["plain_again"]]))
+        cost, noise = estimate(_cost(wall)), estimate(wall["plain_again"] - wall["plain"])
+        results[case.name] = CaseResult(
+            case=case,
+            plain_step_us=plain,
+            cost_us=cost,
+            noise_us=noise,
+            cost_percent=cost.scaled(100 / plain),
+            noise_percent=noise.scaled(100 / plain),
+            bucket_us=cost.scaled(1 / case.buckets),
+            cpu_cost_us=estimate(_cost(cpu)),
+            cpu_noise_us=estimate(cpu["plain_again"] - cpu["plain"]),
+            flush_us=float(np.median(flush["instrumented"])),
+        )
+    short, long, single = (results[case.name] for case in cases)
+    more = short.case.buckets - single.case.buckets
+    pairs = zip(costs[short.case.name], costs[single.case.name], strict=True)
+    (slope, fixed), (cpu_slope, cpu_fixed) = (
+        (estimate((a - b) / more), estimate(b - single.case.buckets * (a - b) / more))
+        for a, b in pairs
+    )
+    return Result(
+        cases=(short, long, single),
+        slope_us=slope,
+        fixed_us=fixed,
+        cpu_slope_us=cpu_slope,
+        cpu_fixed_us=cpu_fixed,
+        verdicts=(
+            _verdict(
+                f"cost within +-{GOAL_PERCENT:g} % of the {long.case.step_ms:g} ms step",
+                (-GOAL_PERCENT, GOAL_PERCENT),
+                long.cost_percent,
+                rounds,
+            ),
+            *(
+                _verdict(
+                    f"at most {GOAL_BUCKET_US:g} us per bucket at {result.case.step_ms:g} ms",
+                    (float("-inf"), GOAL_BUCKET_US),
+                    result.bucket_us,
+                    rounds,
+                )
+                for result in (short, long)
+            ),
+        ),
+    )
+
+
+def _table(raw: dict[str, Any], case: Case, value: Any) -> dict[str, Floats]:
+    """Returns a value of each block by variant, mean over ranks, shape [round]."""
+    ranks = [
+        {
+            variant: np.array(
+                [
+                    value(block)
+                    for block in blocks
+                    if block["case"] == case.name and block["variant"] == variant
+                ]
+            )
+            for variant in VARIANTS
+        }
+        for blocks in raw["ranks"]
+    ]
+    return {variant: np.mean([rank[variant] for rank in ranks], axis=0) for variant in VARIANTS}
+
+
+def _cost(table: dict[str, Floats]) -> Floats:
+    cost: Floats = table["instrumented"] - (table["plain"] + table["plain_again"]) / 2
+    return cost
+
+
+def _verdict(goal: str, bounds: tuple[float, float], found: Estimate, rounds: int) -> Verdict:
+    low, high = found.ci90
+    inside = bounds[0] < low and high <= bounds[1]
+    return Verdict(goal, bounds, found.ci90, inside if rounds >= LEAST_ROUNDS else None)
+
+
+# ----------------------------------------------------------------------------------------------
+# What is shown.
+
+
+def render(result: Result, raw: dict[str, Any]) -> str:
+    """Returns the table, at most 80 columns wide."""
+    plan, machine = raw["plan"], raw["machine"]
+    lines = [
+        f"Overhead of the profiler: timed workload, {LAYERS} layers, dp = {RANKS}, gloo on CPU",
+        f"{machine['cores']} cores, load {machine['load_before']:.1f} before, "
+        f"torch {raw['torch']}, Python {machine['python']}",
+        f"{plan['rounds']} rounds of 3 cases x 3 variants x {plan['block_steps']} steps; "
+        "medians [95 % intervals]",
+        "",
+        f"{'':<22}{'36 ms':>19}{'108 ms':>19}{'36 ms':>19}",
+        f"{'':<22}" + "".join(f"{_buckets(r.case.buckets):>19}" for r in result.cases),
+        _row("plain step, ms", [f"{r.plain_step_us / 1000:.2f}" for r in result.cases]),
+        _row("cost of a step, us", [_us(r.cost_us) for r in result.cases]),
+        _row("noise, us", [_us(r.noise_us) for r in result.cases]),
+        _row("cost, % of step", [_percent(r.cost_percent) for r in result.cases]),
+        _row("noise, % of step", [_percent(r.noise_percent) for r in result.cases]),
+        _row("cost per bucket, us", [_us(r.bucket_us) for r in result.cases]),
+        _row("CPU cost of step, us", [_us(r.cpu_cost_us) for r in result.cases]),
+        _row("CPU noise, us", [_us(r.cpu_noise_us) for r in result.cases]),
+        _row("flush, us per step", [f"{r.flush_us:.0f}" for r in result.cases]),
+        "",
+        f"{'':<22}{'wall, us':>19}{'CPU, us':>19}",
+        _row("one more bucket", [_us(result.slope_us), _us(result.cpu_slope_us)]),
+        _row("step without buckets", [_us(result.fixed_us), _us(result.cpu_fixed_us)]),
+        "",
+        f"{'Goal':<42}{'90 % interval':>22}  {'Verdict':<14}",
+    ]
+    for verdict in result.verdicts:
+        low, high = verdict.interval
+        span = f"{low:.2f} to {high:.2f}" if "%" in verdict.goal else f"{low:.0f} to {high:.0f}"
+        names = {True: "shown", False: "not shown", None: "too few rounds"}
+        if "+-" in verdict.goal:
+            names[True] = "equivalent"
+        shown = names[verdict.shown]
+        lines.append(f"{verdict.goal:<42}{span:>22}  {shown:<14}".rstrip())
+    return "\n".join(lines)
+
+
+def _buckets(count: int) -> str:
+    return f"{count} bucket{'s' if count > 1 else ''}"
+
+
+def _row(name: str, cells: Sequence[str]) -> str:
+    return f"{name:<22}" + "".join(f"{cell:>19}" for cell in cells)
+
+
+def _us(found: Estimate) -> str:
+    return f"{found.value:.0f} [{found.ci95[0]:.0f}, {found.ci95[1]:.0f}]"
+
+
+def _percent(found: Estimate) -> str:
+    return f"{found.value:.2f} [{found.ci95[0]:.2f}, {found.ci95[1]:.2f}]"
+
+
+# ----------------------------------------------------------------------------------------------
+# The command.
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """Starts the ranks and returns their raw times with the plan and the machine.
+
+    Raises:
+        RuntimeError: The launch failed.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environ = {key: value for key, value in os.environ.items() if key not in names}
+    environ["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), *filter(None, [environ.get("PYTHONPATH", "")])]
+    )
+    environ["CUDA_VISIBLE_DEVICES"] = ""
+    environ.setdefault("OMP_NUM_THREADS", "1")
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "raw.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc_per_node={RANKS}", str(Path(__file__).resolve())]
+        command += ["--worker", str(out), "--rounds", str(plan.rounds)]
+        command += ["--block-steps", str(plan.block_steps), "--warmup", str(plan.warmup)]
+        done = subprocess.run(command, env=environ, timeout=_LAUNCH_TIMEOUT_S, check=False)
+        if done.returncode or not out.exists():
+            raise RuntimeError(f"torchrun ended with {done.returncode}; see its messages above")
+        raw: dict[str, Any] = json.loads(out.read_text())
+    machine = {
+        "cores": len(os.sched_getaffinity(0)),
+        "load_before": load,
+        "load_after": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
+    created = datetime.now().astimezone().isoformat(timespec="seconds")
+    return {
+        "format_version": FORMAT_VERSION,
+        "created": created,
+        "plan": asdict(plan),
+        "machine": machine,
+        **raw,
+    }
+
+
+def _at_least(least: int) -> Any:
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+        return int(text)
+
+    return read
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="overhead.py",
+        description=_HELP,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--rounds", type=_at_least(2), default=36, help="rounds (36); a multiple of 6 balances"
+    )
+    parser.add_argument(
+        "--block-steps", type=_at_least(2), default=10, help="steps in a block (10)"
+    )
+    parser.add_argument("--warmup", type=_at_least(3), default=20, help="steps beforehand (20)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write figures and raw times")
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 3 steps: a smoke test")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="show a file of --json; no run")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    plan = Plan(options.rounds, options.block_steps, options.warmup)
+    if options.quick:
+        plan = Plan(rounds=2, block_steps=3, warmup=3)
+    if options.worker is not None:
+        work(plan, options.worker)
+        return 0
+    if options.json is not None and not options.json.parent.is_dir():
+        parser.error(f"--json: folder {options.json.parent} does not exist")
+    if options.read is not None:
+        try:
+            raw = json.loads(options.read.read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"--read {options.read}: {error}")
+        if not isinstance(raw, dict) or raw.get("format_version") != FORMAT_VERSION:
+            parser.error(f"--read {options.read}: no file of this benchmark, format 1")
+    else:
+        try:
+            raw = measure(plan)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            print(f"overhead.py: {error}", file=sys.stderr)
+            return 1
+    result = analyze(raw)
+    print(render(result, raw))
+    if options.json is not None:
+        raw["result"] = _finite(asdict(result))
+        options.json.write_text(json.dumps(raw) + "\n")
+    return 0
+
+
+def _finite(value: Any) -> Any:
+    """Returns the value with null for what JSON cannot hold: an open bound."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
