@@ -41,6 +41,10 @@ class SpanKind(IntEnum):
     """A collective that DDP needs for itself: unused-parameter map, bucket rebuild."""
     OPTIMIZER = 9
     """optimizer.step and zero_grad."""
+    GRADIENT_READY = 10
+    """A point: the gradient of parameter ``index`` is ready (no_sync baseline)."""
+    ALLREDUCE = 11
+    """An AllReduce in isolation: ``bytes`` reduced, ``index`` its ordinal among equal ones."""
 
 
 class Variant(IntEnum):
@@ -52,6 +56,16 @@ class Variant(IntEnum):
     """All marks."""
     WARMUP = 2
     """All marks, before steady state; left out by the analysis only."""
+    BARE = 3
+    """All marks, the model without DDP; at dp = 1 only."""
+    NO_SYNC = 4
+    """All marks, every micro-step under no_sync and no optimizer step."""
+    READY = 5
+    """As NO_SYNC, with a mark at each parameter's gradient."""
+    ALLREDUCE = 6
+    """No steps: AllReduces in isolation, sizes of the sweep."""
+    BUCKETS = 7
+    """No steps: AllReduces in isolation, the model's buckets one after the other."""
 
 
 SPAN_COLUMNS: tuple[tuple[str, str], ...] = (
@@ -108,6 +122,39 @@ class LevelSettings:
 
 
 @dataclass(frozen=True)
+class BatchProof:
+    """Gradients of one step of a level, against one process that sees the whole global batch.
+
+    Attributes:
+        ranks_agree: Whether reduced gradients were equal, bit for bit, on all ranks; None if
+            not checked.
+        max_rel_error: Largest over tensors of max|difference| / max|gradient of the one
+            process|; None if not computed.
+        worst_tensor: The tensor with that error.
+        factor: The number by which the level's gradients are too large (least squares over
+            all tensors); None if not computed.
+        factor_name: What that number is, such as ``dp`` or ``accumulation``; None where it
+            is 1 or where no product of the settings matches.
+        notes: Why something was not computed or need not hold.
+    """
+
+    ranks_agree: bool | None
+    max_rel_error: float | None
+    worst_tensor: str | None
+    factor: float | None
+    factor_name: str | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """A parameter that DDP reduces: its name and its gradient's size in bytes."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class LevelFacts:
     """What the worker found out about a level while it ran it (rank 0 of the level writes it).
 
@@ -119,6 +166,12 @@ class LevelFacts:
         bucket_bytes: Size of each bucket in bytes, in the order of reduction; null if unknown.
         sources: Which mechanism gave each figure, by figure; null where none could.
         notes: Anything that a reader of the numbers has to know.
+        reduced: The parameters that DDP reduces; ``GRADIENT_READY`` spans index it.
+        flops_per_sample: Floating-point operations of forward and backward for one sample,
+            as torch counts them (matrix products and convolutions); None if not counted.
+        peak_flops_per_s: Rate of a large matrix product on this device in the run's
+            precision with the run's threads; None if not measured.
+        proof: The batch proof; None if not run.
     """
 
     id: str
@@ -128,6 +181,10 @@ class LevelFacts:
     bucket_bytes: tuple[int, ...] | None
     sources: dict[str, str | None]
     notes: tuple[str, ...] = ()
+    reduced: tuple[ParameterFacts, ...] = ()
+    flops_per_sample: int | None = None
+    peak_flops_per_s: float | None = None
+    proof: BatchProof | None = None
 
 
 @dataclass(frozen=True)
