@@ -8,8 +8,10 @@ from pathlib import Path
 from ddp_profiler.errors import UsageError
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+SCALINGS = ("weak", "strong")
 BACKENDS = ("auto", "nccl", "gloo")
 DEFAULT_MODEL = "gpt-tiny"
+DEFAULT_MICRO_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,14 @@ class StudyConfig:
         data: Text file to train a language model on; synthetic data where None.
         dp: Data-parallel sizes to measure; 1, 2, 4, ... and the world size where None.
         accumulate: Micro-steps in an optimizer step; several values are several levels.
-        micro_batch: Samples that one rank passes through forward in one micro-step.
+            With a global batch and where None, they follow from the identity; else 1.
+        micro_batch: Samples that one rank passes through forward in one micro-step. With a
+            global batch and accumulate, and where None, it follows from the identity; else 8.
+        scaling: ``weak`` keeps micro-batch and accumulation at every dp, ``strong`` keeps
+            the global batch; strong with a global batch, else weak, where None.
+        global_batch: Samples in an optimizer step over all ranks, for strong scaling.
+        expect_global_batch: The global batch that the user believes to have; checked.
+        repeat: How often each level is measured afresh, in shuffled order.
         steps: Optimizer steps to measure per level in each variant (plain, instrumented).
         warmup: Optimizer steps before that, recorded and left out by the analysis.
         precision: fp32, or autocast to bf16 or fp16 with fp32 parameters and gradients.
@@ -41,8 +50,12 @@ class StudyConfig:
     model: str = DEFAULT_MODEL
     data: Path | None = None
     dp: tuple[int, ...] | None = None
-    accumulate: tuple[int, ...] = (1,)
-    micro_batch: int = 8
+    accumulate: tuple[int, ...] | None = None
+    micro_batch: int | None = None
+    scaling: str | None = None
+    global_batch: int | None = None
+    expect_global_batch: int | None = None
+    repeat: int = 1
     steps: int = 20
     warmup: int = 5
     precision: str = "fp32"
@@ -58,10 +71,20 @@ class StudyConfig:
     def __post_init__(self) -> None:
         _at_least("--steps", self.steps, 1)
         _at_least("--warmup", self.warmup, 0)
-        _at_least("--micro-batch", self.micro_batch, 1)
+        _at_least("--repeat", self.repeat, 1)
+        for option, value in (
+            ("--micro-batch", self.micro_batch),
+            ("--global-batch", self.global_batch),
+            ("--expect-global-batch", self.expect_global_batch),
+        ):
+            if value is not None:
+                _at_least(option, value, 1)
+        if self.scaling is not None:
+            _one_of("--scaling", self.scaling, SCALINGS)
         if self.threads_per_rank is not None:
             _at_least("--threads-per-rank", self.threads_per_rank, 1)
-        _unique_positive("--accumulate", self.accumulate)
+        if self.accumulate is not None:
+            _unique_positive("--accumulate", self.accumulate)
         if self.dp is not None:
             _unique_positive("--dp", self.dp)
         if self.bucket_cap_mb <= 0:

@@ -20,7 +20,15 @@ import click
 
 from ddp_profiler._version import __version__
 from ddp_profiler.cli import parse_click
-from ddp_profiler.config import BACKENDS, DEFAULT_MODEL, PRECISIONS, StudyConfig, parse_numbers
+from ddp_profiler.config import (
+    BACKENDS,
+    DEFAULT_MICRO_BATCH,
+    DEFAULT_MODEL,
+    PRECISIONS,
+    SCALINGS,
+    StudyConfig,
+    parse_numbers,
+)
 from ddp_profiler.errors import EXIT_BAD_INPUT, EXIT_DONE, DdpProfilerError
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure.topology import Topology, plan_levels, read_topology
@@ -53,8 +61,10 @@ settings; 3 unusable input. torchrun itself ends with 1 when a rank fails.
 """
 
 
-def _numbers(_: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...] | None:
-    if text == "all" and parameter.name == "dp":
+def _numbers(
+    _: click.Context, parameter: click.Parameter, text: str | None
+) -> tuple[int, ...] | None:
+    if text is None or (text == "all" and parameter.name == "dp"):
         return None
     return parse_numbers(parameter.opts[0], text)
 
@@ -78,17 +88,40 @@ _defaults = StudyConfig()
 )
 @click.option(
     "--accumulate",
-    default="1",
     callback=_numbers,
-    show_default=True,
-    help="Micro-steps in an optimizer step; several values, as in 1,4, are several levels.",
+    help="Micro-steps in an optimizer step; several values, as in 1,4, are several levels. "
+    "Default: 1, or what --global-batch and --micro-batch ask for.",
 )
 @click.option(
     "--micro-batch",
     type=int,
-    default=_defaults.micro_batch,
+    help=f"Samples of one rank in one micro-step. Default: {DEFAULT_MICRO_BATCH}, or what "
+    "--global-batch and --accumulate ask for.",
+)
+@click.option(
+    "--scaling",
+    metavar="|".join(SCALINGS),
+    help="weak: micro-batch and accumulation stay; strong: the global batch stays. "
+    "Default: strong with --global-batch, else weak.",
+)
+@click.option(
+    "--global-batch",
+    type=int,
+    help="Samples in an optimizer step over all ranks: micro-batch x accumulation x dp.",
+)
+@click.option(
+    "--expect-global-batch",
+    type=int,
+    help="The global batch that you believe to have: exit code 1 if another is observed at "
+    "the largest dp (strong scaling: at any).",
+)
+@click.option(
+    "--repeat",
+    type=int,
+    default=1,
     show_default=True,
-    help="Samples of one rank in one micro-step.",
+    help="Measure each level afresh this often, in shuffled order; intervals then come from "
+    "these repetitions.",
 )
 @click.option(
     "--steps",
@@ -205,12 +238,7 @@ class _Worker:
     def run(self) -> int:
         rank = self.topology.rank
         try:
-            self.levels = plan_levels(
-                self.config.dp,
-                self.config.accumulate,
-                self.config.micro_batch,
-                self.topology.world_size,
-            )
+            self.levels = plan_levels(self.config, self.topology.world_size)
             prepared = self._prepare()
         except DdpProfilerError as error:
             if self.config.debug:
@@ -227,7 +255,7 @@ class _Worker:
         device = session.choose_device(
             self.topology, self.config.backend, self.config.threads_per_rank
         )
-        workload = study.build_workload(self.config)
+        workload = study.build_workload(self.config, self.levels[0].micro_batch)
         if self.topology.rank == 0:
             now = datetime.now().astimezone()
             folder = self.config.out or paths.default_folder(workload.name, now)
@@ -324,9 +352,9 @@ class _Worker:
         del workload
 
         stream = writer.SpanWriter(folder, rank, run_id)
-        progress = StudyProgress(len(self.levels)) if rank == 0 else NoProgress()
+        progress = StudyProgress(len(self.levels) * config.repeat) if rank == 0 else NoProgress()
         try:
-            facts = study.run_levels(config, self.levels, session, stream.write, progress, phase)
+            facts = study.Study(config, self.levels, session, stream.write, progress, phase).run()
         finally:
             stream.close()
         phase.name = "closing"

@@ -6,10 +6,6 @@ import sys
 from pathlib import Path
 
 import click
-import msgspec
-
-from ddp_profiler.load import load_summary
-from ddp_profiler.report import console
 
 
 @click.command("analyze")
@@ -27,6 +23,12 @@ def command(run: Path, as_json: bool) -> None:
         ddp-profiler analyze runs/gpt-tiny-20260101-120000
         ddp-profiler analyze runs/gpt-tiny-20260101-120000 --json | jq '.levels[].breakdown_ms'
     """
+    # Here, so that --help does not load what reading a run needs.
+    import msgspec
+
+    from ddp_profiler.load import load_summary
+    from ddp_profiler.report import console
+
     summary = load_summary(run)
     if as_json:
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()

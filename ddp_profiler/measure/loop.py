@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -18,7 +18,7 @@ from ddp_profiler.errors import UsageError
 from ddp_profiler.measure import backward, ddp_adapter
 from ddp_profiler.measure.backward import BackwardWatch, number_of_samples
 from ddp_profiler.measure.marks import Recorder
-from ddp_profiler.schema import LevelFacts, LevelSettings, SpanKind, Variant
+from ddp_profiler.schema import LevelFacts, LevelSettings, ParameterFacts, SpanKind, Variant
 from ddp_profiler.workload import Workload
 from ddp_profiler.workload.plant import Planter
 
@@ -26,21 +26,26 @@ _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MAX_BLOCK_STEPS = 5
 
 
-def block_plan(steps: int) -> tuple[tuple[Variant, int], ...]:
-    """Plans plain and instrumented blocks so that slow drift of the machine cancels.
+def block_plan(steps: int, *baselines: Variant) -> tuple[tuple[Variant, int], ...]:
+    """Plans the blocks of a level so that slow drift of the machine cancels.
 
-    Each variant gets ``steps`` steps in blocks of at most 5; pairs alternate their
-    order (plain first, then instrumented first).
+    Each variant gets ``steps`` steps in blocks of at most 5. Rounds of one block of each
+    variant alternate their order (plain first, then plain last).
 
     >>> [(v.name, n) for v, n in block_plan(2)]
     [('PLAIN', 1), ('INSTRUMENTED', 1), ('INSTRUMENTED', 1), ('PLAIN', 1)]
+
+    Args:
+        steps: Steps of each variant.
+        baselines: Variants to measure beside plain and instrumented steps.
     """
-    pairs = max(min(steps, 2), -(-steps // _MAX_BLOCK_STEPS))
-    sizes = [steps // pairs + (i < steps % pairs) for i in range(pairs)]
+    rounds = max(min(steps, 2), -(-steps // _MAX_BLOCK_STEPS))
+    variants = (Variant.PLAIN, Variant.INSTRUMENTED, *baselines)
     plan: list[tuple[Variant, int]] = []
-    for i, size in enumerate(sizes):
-        pair = [(Variant.PLAIN, size), (Variant.INSTRUMENTED, size)]
-        plan += pair if i % 2 == 0 else pair[::-1]
+    for i in range(rounds):
+        size = steps // rounds + (i < steps % rounds)
+        order = variants if i % 2 == 0 else variants[::-1]
+        plan += [(variant, size) for variant in order]
     return tuple(plan)
 
 
@@ -146,6 +151,7 @@ class LevelRun:
         self.device = device
         self.step = 0
         self._planter = planter
+        self._loss_divisor = level.accumulation / 1.0
         workload.module.to(device)
         for module in workload.extra_modules:
             module.to(device)
@@ -176,37 +182,49 @@ class LevelRun:
 
         All ranks of the level start together. ``progress`` is called after the block.
         """
-        instrumented = variant is not Variant.PLAIN
-        if instrumented:
+        one_step = {
+            Variant.PLAIN: self._plain_step,
+            Variant.BARE: self._bare_step,
+            Variant.NO_SYNC: self._no_sync_step,
+            Variant.READY: self._no_sync_step,
+        }.get(variant, self._instrumented_step)
+        hooks = self._watch_parameters() if variant is Variant.READY else []
+        if one_step != self._plain_step:
             self.adapter.attach()
         if self.level.dp > 1:
             dist.barrier(group=self.group)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        one_step = self._instrumented_step if instrumented else self._plain_step
         begin = self.recorder.mark()
         for _ in range(steps):
             begin = one_step(begin)
             self.step += 1
         self.adapter.detach()
+        for hook in hooks:
+            hook.remove()
         self.recorder.flush()
         progress()
 
     def facts(self) -> LevelFacts:
         """Returns what is known of the level after it has run."""
-        reduced = [p for p in self.ddp.module.parameters() if p.requires_grad]
+        reduced = self._reduced()
         # A list of zeros in the shape of DDP's own buckets: a count that no observer made.
         buckets = self.ddp.reducer._get_zeros_like_grad_buckets()
         sizes = tuple(int(bucket.buffer().nbytes) for bucket in buckets)
         return LevelFacts(
             id=self.level.id,
-            parameters=sum(p.numel() for p in reduced),
-            gradient_bytes=sum(p.nbytes for p in reduced),
+            parameters=sum(p.numel() for _, p in reduced),
+            gradient_bytes=sum(p.nbytes for _, p in reduced),
+            reduced=tuple(ParameterFacts(name, p.nbytes) for name, p in reduced),
             num_buckets=len(sizes),
             bucket_bytes=sizes,
             sources={"local_backward_end": backward.SOURCE, **self.adapter.sources},
             notes=self.workload.notes,
         )
+
+    def _reduced(self) -> list[tuple[str, nn.Parameter]]:
+        """Returns the parameters that DDP reduces, each once, in the order of registration."""
+        return [(n, p) for n, p in self.ddp.module.named_parameters() if p.requires_grad]
 
     def close(self) -> None:
         """Takes the observer out of DDP and flushes what is left."""
@@ -219,12 +237,16 @@ class LevelRun:
         context: AbstractContextManager[None] = self.ddp.no_sync()
         return context
 
-    def _loss(self, batch: Any, inputs: tuple[Any, ...]) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Returns a micro-step's share of the step's loss: the mean over micro-steps."""
+        return loss / self._loss_divisor
+
+    def _loss(self, module: nn.Module, batch: Any, inputs: tuple[Any, ...]) -> Tensor:
         with torch.autocast(
             self.device.type, dtype=self._autocast_dtype, enabled=self._autocast_dtype is not None
         ):
-            loss = self.workload.loss(self.ddp(*inputs), batch)
-        return loss / self.level.accumulation
+            loss = self.workload.loss(module(*inputs), batch)
+        return self.scale_loss(loss)
 
     def _backward(self, loss: Tensor) -> None:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
@@ -244,7 +266,7 @@ class LevelRun:
             delay("data", step)
             with self._sync_context(micro_step):
                 inputs = self.workload.inputs(batch)
-                loss = self._loss(batch, inputs)
+                loss = self._loss(self.ddp, batch, inputs)
                 delay("forward", step)
                 delay("between", step)
                 self._plant_in_backward(loss)
@@ -257,6 +279,24 @@ class LevelRun:
         return end
 
     def _instrumented_step(self, begin: Any) -> Any:
+        return self._observed_step(begin, self.ddp, self._sync_context)
+
+    def _bare_step(self, begin: Any) -> Any:
+        """A step of the model without DDP, for dp = 1."""
+        return self._observed_step(begin, self.ddp.module, lambda _: contextlib.nullcontext())
+
+    def _no_sync_step(self, begin: Any) -> Any:
+        """Micro-steps without any reduction; the optimizer does not step, or ranks would part."""
+        return self._observed_step(begin, self.ddp, lambda _: self.ddp.no_sync(), optimize=False)
+
+    def _observed_step(
+        self,
+        begin: Any,
+        module: nn.Module,
+        context: Callable[[int], AbstractContextManager[None]],
+        *,
+        optimize: bool = True,
+    ) -> Any:
         recorder, mark, step = self.recorder, self.recorder.mark, self.step
         delay = self._planter.delay
         for micro_step in range(self.level.accumulation):
@@ -265,9 +305,9 @@ class LevelRun:
             batch = self.batches.next()
             delay("data", step)
             forward_begin = mark()
-            with self._sync_context(micro_step):
+            with context(micro_step):
                 inputs = self.workload.inputs(batch)
-                loss = self._loss(batch, inputs)
+                loss = self._loss(module, batch, inputs)
                 delay("forward", step)
                 forward_end = mark()
                 delay("between", step)
@@ -277,15 +317,30 @@ class LevelRun:
                 self._backward(loss)
             backward_end = mark()
             recorder.span(SpanKind.DATA, data_begin, forward_begin)
-            recorder.span(SpanKind.FORWARD, forward_begin, forward_end, number_of_samples(inputs))
+            samples = number_of_samples(inputs)
+            recorder.span(SpanKind.FORWARD, forward_begin, forward_end, samples=samples)
             recorder.span(SpanKind.BACKWARD, backward_begin, backward_end)
         optimizer_begin = mark()
-        self._optimize()
-        delay("optimizer", step)
+        if optimize:
+            self._optimize()
+            delay("optimizer", step)
+        else:
+            self.optimizer.zero_grad()
         end = mark()
         recorder.span(SpanKind.OPTIMIZER, optimizer_begin, end)
         recorder.step_span(begin, end)
         return end
+
+    def _watch_parameters(self) -> list[Any]:
+        """Marks the moment at which each parameter's gradient is ready."""
+
+        def ready(index: int) -> Callable[[Tensor], None]:
+            return lambda _: self.recorder.point(SpanKind.GRADIENT_READY, index)
+
+        return [
+            parameter.register_post_accumulate_grad_hook(ready(index))  # type: ignore[no-untyped-call]
+            for index, (_, parameter) in enumerate(self._reduced())
+        ]
 
     def _plant_in_backward(self, loss: Tensor) -> None:
         if self._planter.ms("backward", self.step):

@@ -32,6 +32,10 @@ class OpenSpan:
     end: Mark | None = None
 
 
+_Span = tuple[int, int, SpanKind, int, Mark, Mark | None, int | None, int | None]
+"""step, micro_step, kind, index, begin, end, nbytes, samples."""
+
+
 class Recorder:
     """Marks of one rank.
 
@@ -47,7 +51,7 @@ class Recorder:
         self.micro_step = -1
         self._sink = sink
         self._place = (0, 0, 0, Variant.WARMUP)
-        self._spans: list[tuple[SpanKind, int, int, Mark, Mark, int | None]] = []
+        self._spans: list[_Span] = []
         self._open: list[OpenSpan] = []
         self._next_index = 0
 
@@ -60,18 +64,27 @@ class Recorder:
         self.step, self.micro_step = step, micro_step
         self._next_index = 0
 
-    def span(self, kind: SpanKind, begin: Mark, end: Mark, samples: int | None = None) -> None:
+    def span(
+        self,
+        kind: SpanKind,
+        begin: Mark,
+        end: Mark,
+        *,
+        index: int = -1,
+        nbytes: int | None = None,
+        samples: int | None = None,
+    ) -> None:
         """Records a span of the current micro-step."""
-        self._spans.append((kind, self.step, self.micro_step, begin, end, samples))
+        self._spans.append((self.step, self.micro_step, kind, index, begin, end, nbytes, samples))
 
     def step_span(self, begin: Mark, end: Mark) -> None:
         """Records the span of a whole optimizer step."""
-        self._spans.append((SpanKind.STEP, self.step, -1, begin, end, None))
+        self._spans.append((self.step, -1, SpanKind.STEP, -1, begin, end, None, None))
 
-    def point(self, kind: SpanKind) -> None:
+    def point(self, kind: SpanKind, index: int = -1) -> None:
         """Records a point in time of the current micro-step."""
         mark = self.mark()
-        self._spans.append((kind, self.step, self.micro_step, mark, mark, None))
+        self._spans.append((self.step, self.micro_step, kind, index, mark, mark, None, None))
 
     def hand_over(self, kind: SpanKind, nbytes: int) -> OpenSpan:
         """Records that a collective is handed to the backend now.
@@ -100,25 +113,25 @@ class Recorder:
             time.sleep(0.001)
         time_ns = self.timeline.time_ns
         level, repetition, block, variant = self._place
-        rows: list[tuple[int | None, ...]] = [
-            (step, micro, int(kind), -1, time_ns(begin), time_ns(end), None, samples)
-            for kind, step, micro, begin, end, samples in spans
-        ]
-        rows += [
-            (
-                c.step,
-                c.micro_step,
-                int(c.kind),
-                c.index,
-                time_ns(c.begin),
-                None if c.end is None else time_ns(c.end),
-                c.nbytes,
-                None,
-            )
+        spans += [
+            (c.step, c.micro_step, c.kind, c.index, c.begin, c.end, c.nbytes, None)
             for c in collectives
         ]
-        marks = {id(m): m for *_, begin, end, _ in spans for m in (begin, end)}
-        marks.update({id(m): m for c in collectives for m in (c.begin, c.end) if m is not None})
+        rows = [
+            (
+                step,
+                micro_step,
+                int(kind),
+                index,
+                time_ns(begin),
+                None if end is None else time_ns(end),
+                nbytes,
+                samples,
+            )
+            for step, micro_step, kind, index, begin, end, nbytes, samples in spans
+        ]
+        # A mark may end one span and begin the next: release it once.
+        marks = {id(m): m for span in spans for m in span[4:6] if m is not None}
         self.timeline.release(list(marks.values()))
         count = len(rows)
         fixed: list[Sequence[int]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,13 +10,14 @@ from typing import Any, Protocol
 import torch
 
 from ddp_profiler.config import StudyConfig
+from ddp_profiler.measure.allreduce import IsolatedAllReduce
 from ddp_profiler.measure.clock import DeviceTimeline, HostTimeline, Timeline
 from ddp_profiler.measure.loop import LevelRun, block_plan
 from ddp_profiler.measure.marks import Columns, Recorder
 from ddp_profiler.measure.session import Session
 from ddp_profiler.schema import LevelFacts, LevelSettings, Variant
 from ddp_profiler.workload import Workload, build
-from ddp_profiler.workload.plant import Plant, Planter, parse_plants
+from ddp_profiler.workload.plant import Planter, parse_plants
 
 
 class Progress(Protocol):
@@ -48,99 +50,132 @@ def make_timeline(device: torch.device) -> Timeline:
     return HostTimeline()
 
 
-def build_workload(config: StudyConfig) -> Workload:
+def build_workload(config: StudyConfig, micro_batch: int) -> Workload:
     """Builds the workload of a study: same parameters on every call and rank."""
-    return build(config.model, seed=config.seed, micro_batch=config.micro_batch, data=config.data)
+    return build(config.model, seed=config.seed, micro_batch=micro_batch, data=config.data)
 
 
-def run_levels(
-    config: StudyConfig,
-    levels: tuple[LevelSettings, ...],
-    session: Session,
-    sink: Callable[[Columns], None],
-    progress: Progress,
-    phase: Phase,
-) -> tuple[LevelFacts, ...]:
-    """Measures all levels in order; ranks outside a level wait without cost.
+class Study:
+    """All levels of a study on one rank; ranks outside a level wait without cost.
 
     Args:
         config: The settings.
         levels: What to measure.
         session: This rank's part in the launch.
         sink: Takes this rank's spans.
-        progress: Told on the level's first rank how it goes.
+        progress: Told on a level's first rank how it goes.
         phase: Kept up to date for error messages.
-
-    Returns:
-        What is known of each level; the same on every rank.
     """
-    phase.name = "making process groups"
-    groups = session.make_groups(levels)
-    timeline = make_timeline(session.device.device)
-    recorder = Recorder(timeline, sink)
-    plants = parse_plants(config.plants)
-    facts = []
-    for index, level in enumerate(levels):
-        done, heartbeat = f"done/{index}", f"beat/{index}"
-        if session.rank in level.ranks:
-            found = _run_level(
-                config, index, level, session, recorder, plants, groups, progress, phase, heartbeat
-            )
-            if session.rank == level.ranks[0]:
-                session.publish(done, found)
-        phase.name = f"waiting for level {level.id}"
-        facts.append(session.learn(done, LevelFacts, heartbeat))
-    return tuple(facts)
 
+    def __init__(
+        self,
+        config: StudyConfig,
+        levels: tuple[LevelSettings, ...],
+        session: Session,
+        sink: Callable[[Columns], None],
+        progress: Progress,
+        phase: Phase,
+    ) -> None:
+        self._config = config
+        self._levels = levels
+        self._session = session
+        self._progress = progress
+        self._phase = phase
+        self._plants = parse_plants(config.plants)
+        self._recorder = Recorder(make_timeline(session.device.device), sink)
 
-def _run_level(
-    config: StudyConfig,
-    index: int,
-    level: LevelSettings,
-    session: Session,
-    recorder: Recorder,
-    plants: tuple[Plant, ...],
-    groups: dict[tuple[int, ...], Any],
-    progress: Progress,
-    phase: Phase,
-    heartbeat: str,
-) -> LevelFacts:
-    plan = block_plan(config.steps)
-    leads = session.rank == level.ranks[0]
-    phase.name = f"level {level.id}, building the model"
-    if leads:
-        progress.level_begins(index, level, len(plan) + 1)
+    def run(self) -> tuple[LevelFacts, ...]:
+        """Measures every level ``repeat`` times in shuffled order, each time afresh.
 
-    def block_ended() -> None:
+        Returns:
+            What is known of each level; the same on every rank.
+        """
+        self._phase.name = "making process groups"
+        groups = self._session.make_groups(self._levels)
+        facts: dict[int, LevelFacts] = {}
+        order = visiting_order(len(self._levels), self._config.repeat, self._config.seed)
+        for number, (repetition, index) in enumerate(order):
+            level = self._levels[index]
+            done, heartbeat = f"done/{number}", f"beat/{number}"
+            if self._session.rank in level.ranks:
+                found = self._visit(number, index, repetition, groups[level.ranks], heartbeat)
+                if self._session.rank == level.ranks[0]:
+                    self._session.publish(done, found)
+            self._phase.name = f"waiting for level {level.id}"
+            learnt = self._session.learn(done, LevelFacts, heartbeat)
+            facts.setdefault(index, learnt)
+        return tuple(facts[index] for index in range(len(self._levels)))
+
+    def _visit(
+        self, number: int, index: int, repetition: int, group: Any, heartbeat: str
+    ) -> LevelFacts:
+        """Measures one level once."""
+        config, session, recorder = self._config, self._session, self._recorder
+        level, phase = self._levels[index], self._phase
+        leads = session.rank == level.ranks[0]
+        baselines = [Variant.NO_SYNC] + ([Variant.BARE] if level.dp == 1 else [])
+        plan = [(Variant.WARMUP, config.warmup), *block_plan(config.steps, *baselines)]
+        plan.append((Variant.READY, min(3, config.steps)))
+        phase.name = f"level {level.id}, building the model"
         if leads:
-            session.beat(heartbeat)
-            progress.block_ends()
+            self._progress.level_begins(number, level, len(plan) + 1)
 
-    run = LevelRun(
-        level,
-        build_workload(config),
-        recorder,
-        groups[level.ranks],
-        level.ranks.index(session.rank),
-        session.device.device,
-        bucket_cap_mb=config.bucket_cap_mb,
-        precision=config.precision,
-        seed=config.seed,
-        planter=Planter(plants, session.rank, dp=level.dp),
-    )
-    try:
-        phase.name = f"level {level.id}, warm-up"
-        recorder.begin_block(index, 0, 0, Variant.WARMUP)
-        run.run_block(config.warmup, Variant.WARMUP, block_ended)
-        for block, (variant, steps) in enumerate(plan, start=1):
-            phase.name = f"level {level.id}, block {block} of {len(plan)}"
-            recorder.begin_block(index, 0, block, variant)
-            run.run_block(steps, variant, block_ended)
+        def block_ended() -> None:
             if isinstance(recorder.timeline, DeviceTimeline):
                 recorder.timeline.move_anchor()
-        facts = run.facts()
-    finally:
-        run.close()
-    if leads:
-        progress.level_ends()
-    return facts
+            if leads:
+                session.beat(heartbeat)
+                self._progress.block_ends()
+
+        run = LevelRun(
+            level,
+            build_workload(config, level.micro_batch),
+            recorder,
+            group,
+            level.ranks.index(session.rank),
+            session.device.device,
+            bucket_cap_mb=config.bucket_cap_mb,
+            precision=config.precision,
+            seed=config.seed + repetition,
+            planter=Planter(self._plants, session.rank, dp=level.dp),
+        )
+        try:
+            for block, (variant, steps) in enumerate(plan):
+                phase.name = f"level {level.id}, {variant.name.lower()} block {block}"
+                recorder.begin_block(index, repetition, block, variant)
+                run.run_block(steps, variant, block_ended)
+            facts = run.facts()
+        finally:
+            run.close()
+        if level.dp > 1:
+            phase.name = f"level {level.id}, AllReduce in isolation"
+            isolated = IsolatedAllReduce(recorder, group, session.device.device)
+            recorder.begin_block(index, repetition, len(plan), Variant.ALLREDUCE)
+            isolated.sweep()
+            recorder.begin_block(index, repetition, len(plan) + 1, Variant.BUCKETS)
+            isolated.buckets(facts.bucket_bytes or ())
+        block_ended()
+        if leads:
+            self._progress.level_ends()
+        return facts
+
+
+def visiting_order(levels: int, repeat: int, seed: int) -> list[tuple[int, int]]:
+    """Returns (repetition, level) pairs in the order in which they are measured.
+
+    A single repetition keeps the order of the levels; several are shuffled, each anew,
+    so that a slow drift of the machine falls on all levels alike.
+
+    >>> visiting_order(3, 1, 0)
+    [(0, 0), (0, 1), (0, 2)]
+    >>> sorted(visiting_order(2, 2, 0))
+    [(0, 0), (0, 1), (1, 0), (1, 1)]
+    """
+    shuffle = random.Random(seed)
+    order = []
+    for repetition in range(repeat):
+        indexes = list(range(levels))
+        if repeat > 1:
+            shuffle.shuffle(indexes)
+        order += [(repetition, index) for index in indexes]
+    return order

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ddp_profiler.batch import Batch, solve
+from ddp_profiler.config import DEFAULT_MICRO_BATCH, StudyConfig
 from ddp_profiler.errors import UsageError
 from ddp_profiler.schema import LevelSettings
 
@@ -87,18 +89,16 @@ def default_dp(world_size: int) -> tuple[int, ...]:
     return tuple(powers if powers[-1] == world_size else [*powers, world_size])
 
 
-def plan_levels(
-    dp: tuple[int, ...] | None, accumulate: tuple[int, ...], micro_batch: int, world_size: int
-) -> tuple[LevelSettings, ...]:
+def plan_levels(config: StudyConfig, world_size: int) -> tuple[LevelSettings, ...]:
     """Plans the levels of a study: each dp with each accumulation.
 
     A level at dp = n runs on ranks 0..n-1: torchrun numbers ranks node by node, so
     that is the placement that uses the fewest nodes.
 
     Raises:
-        UsageError: A dp is larger than the world.
+        UsageError: A dp is larger than the world, or no whole numbers make the global batch.
     """
-    sizes = default_dp(world_size) if dp is None else dp
+    sizes = default_dp(world_size) if config.dp is None else config.dp
     too_large = [n for n in sizes if n > world_size]
     if too_large:
         raise UsageError(
@@ -106,15 +106,52 @@ def plan_levels(
             f"rank{'s' if world_size > 1 else ''}.",
             f"Start more ranks (torchrun --nproc_per_node {max(too_large)}) or lower --dp.",
         )
+    batches = _plan_batches(config, sizes)
     return tuple(
         LevelSettings(
-            id=f"dp{n}-acc{k}" if len(accumulate) > 1 or k > 1 else f"dp{n}",
-            dp=n,
-            micro_batch=micro_batch,
-            accumulation=k,
+            id=_level_id(batch, batches),
+            dp=batch.dp,
+            micro_batch=batch.micro_batch,
+            accumulation=batch.accumulation,
             placement="packed",
-            ranks=tuple(range(n)),
+            ranks=tuple(range(batch.dp)),
         )
-        for n in sizes
-        for k in accumulate
+        for batch in batches
     )
+
+
+def _plan_batches(config: StudyConfig, sizes: tuple[int, ...]) -> list[Batch]:
+    """Returns the batch of each level: kept as given, or solved for the global batch."""
+    micro_batch, total = config.micro_batch, config.global_batch
+    if total is None:
+        if config.scaling == "strong":
+            raise UsageError(
+                "--scaling strong keeps the global batch, and --global-batch is not given.",
+                "Give --global-batch N.",
+            )
+        accumulations = config.accumulate or (1,)
+        fixed = micro_batch or DEFAULT_MICRO_BATCH
+        return [Batch(fixed, k, n) for n in sizes for k in accumulations]
+    if config.scaling == "weak" and len(sizes) > 1:
+        raise UsageError(
+            "--scaling weak lets the global batch grow with dp, and --global-batch fixes it.",
+            "Leave one of the two out.",
+        )
+    if config.accumulate is None:
+        fixed = micro_batch or DEFAULT_MICRO_BATCH
+        return [solve(total, n, micro_batch=fixed) for n in sizes]
+    return [
+        solve(total, n, micro_batch=micro_batch, accumulation=k)
+        for n in sizes
+        for k in config.accumulate
+    ]
+
+
+def _level_id(batch: Batch, batches: list[Batch]) -> str:
+    """Names a level by what differs between levels."""
+    name = f"dp{batch.dp}"
+    if len({b.micro_batch for b in batches}) > 1:
+        name += f"-mb{batch.micro_batch}"
+    if batch.accumulation > 1 or len({b.accumulation for b in batches}) > 1:
+        name += f"-acc{batch.accumulation}"
+    return name

@@ -46,9 +46,7 @@ class Waiting:
 @pytest.fixture
 def waiting(monkeypatch):
     fake = Waiting()
-    monkeypatch.setattr(
-        marks, "time", SimpleNamespace(monotonic=fake.monotonic, sleep=fake.sleep)
-    )
+    monkeypatch.setattr(marks, "time", SimpleNamespace(monotonic=fake.monotonic, sleep=fake.sleep))
     return fake
 
 

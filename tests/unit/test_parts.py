@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.span_columns import MS, NULL, Spans
 
 from ddp_profiler.analysis.parts import PARTS, derive_steps, split_exposed
 from ddp_profiler.schema import SpanKind, Variant
+from tests.unit.span_columns import MS, NULL, Spans
 
 
 def derive(spans, rank=0, level=0, variant=Variant.INSTRUMENTED):

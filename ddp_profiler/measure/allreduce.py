@@ -1,0 +1,79 @@
+"""AllReduce in isolation, on the ranks that train: what the link gives when nothing else runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_profiler.measure.marks import Recorder
+from ddp_profiler.schema import SpanKind
+
+SWEEP_BYTES = tuple(4096 * 4**k for k in range(8))
+"""4 KiB to 64 MiB, in steps of 4."""
+
+_WARMUP = 2
+_MIN_REPETITIONS = 3
+_MAX_REPETITIONS = 20
+_BUDGET_S = 0.5
+"""Time for one size; a size that takes longer is measured the minimum number of times."""
+_SKIP_ABOVE_S = 4.0
+"""Sizes at which a single AllReduce would take longer are left out."""
+
+
+class IsolatedAllReduce:
+    """Times AllReduces one at a time on one group; all its ranks call each method alike.
+
+    Args:
+        recorder: Takes a span for each AllReduce.
+        group: The level's process group.
+        device: Device of the buffers.
+    """
+
+    def __init__(self, recorder: Recorder, group: Any, device: torch.device) -> None:
+        self._recorder = recorder
+        self._group = group
+        self._device = device
+
+    def sweep(self) -> None:
+        """Times sums of fp32 numbers from 4 KiB to 64 MiB."""
+        slowest = 0.0
+        for nbytes in SWEEP_BYTES:
+            if slowest * 4 > _SKIP_ABOVE_S:
+                break
+            slowest = self._size(nbytes)
+        self._recorder.flush()
+
+    def buckets(self, sizes: tuple[int, ...], repetitions: int = 5) -> None:
+        """Times buckets of the given sizes in bytes, one after the other, some times over."""
+        buffers = [torch.zeros(max(1, nbytes // 4), device=self._device) for nbytes in sizes]
+        for repetition in range(-1, repetitions):
+            for index, buffer in enumerate(buffers):
+                self._one(buffer, index if repetition >= 0 else None)
+        self._recorder.flush()
+
+    def _size(self, nbytes: int) -> float:
+        """Times one size and returns its time in s, the same on all ranks."""
+        buffer = torch.zeros(nbytes // 4, device=self._device)
+        for _ in range(_WARMUP):
+            seconds = self._one(buffer, None)
+        # All ranks must do equally many: the slowest decides.
+        agreed = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._group)
+        seconds = float(agreed)
+        count = int(_BUDGET_S / max(seconds, 1e-9))
+        for index in range(min(_MAX_REPETITIONS, max(_MIN_REPETITIONS, count))):
+            self._one(buffer, index)
+        return seconds
+
+    def _one(self, buffer: torch.Tensor, index: int | None) -> float:
+        """Reduces a buffer and waits for it; records it where it has an index."""
+        recorder, timeline = self._recorder, self._recorder.timeline
+        begin = recorder.mark()
+        dist.all_reduce(buffer, group=self._group)
+        end = recorder.mark()
+        if index is None:
+            return (timeline.time_ns(end) - timeline.time_ns(begin)) / 1e9
+        recorder.span(SpanKind.ALLREDUCE, begin, end, index=index, nbytes=buffer.nbytes)
+        return 0.0

@@ -1,0 +1,57 @@
+"""The documents name every figure, column, kind and variant that there is."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from ddp_profiler.analysis import results
+from ddp_profiler.analysis.parts import PARTS
+from ddp_profiler.schema import SCHEMA_VERSION, SPAN_COLUMNS, RunInfo, SpanKind, Variant
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def words(name: str) -> set[str]:
+    """All that stands in backquotes."""
+    return set(re.findall(r"`([^`\n]+)`", (DOCS / name).read_text()))
+
+
+def fields(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+def test_metrics():
+    figures = {*PARTS, "samples_per_s", "tokens_per_s", "step_ms", "instrumented_step_ms"}
+    for kind in (results.Communication, results.BatchCheck, results.Overhead):
+        figures |= fields(kind)
+    assert figures - words("metrics.md") == set()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        RunInfo,
+        results.Summary,
+        results.RunResult,
+        results.LevelResult,
+        results.RankResult,
+        results.Communication,
+        results.BatchCheck,
+        results.Overhead,
+        results.Distribution,
+        results.Finding,
+    ],
+)
+def test_keys(kind):
+    assert fields(kind) - words("file-format.md") == set()
+
+
+def test_columns_kinds_and_variants():
+    text = (DOCS / "file-format.md").read_text()
+    for name, kind in SPAN_COLUMNS:
+        assert f"| `{name}` | {kind}" in text
+    for member in (*SpanKind, *Variant):
+        assert f"| {member.value} | `{member.name}` |" in text
+    assert f"| `schema_version` | {SCHEMA_VERSION} |" in text
