@@ -29,7 +29,7 @@ from ddp_profiler.config import (
     StudyConfig,
     parse_numbers,
 )
-from ddp_profiler.errors import EXIT_BAD_INPUT, EXIT_DONE, DdpProfilerError
+from ddp_profiler.errors import EXIT_BAD_INPUT, EXIT_DONE, CheckFailed, DdpProfilerError
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure.topology import Topology, plan_levels, read_topology
 from ddp_profiler.record import paths, writer
@@ -294,6 +294,9 @@ class _Worker:
         failures = _Failures(self.topology.rank)
         try:
             self._study(device, workload, phase, failures)
+        except CheckFailed as error:
+            # Measured whole, and not as the user expects: not a failed run.
+            return _complain(error, speaks=True)
         except DdpProfilerError as error:
             if self.config.debug:
                 traceback.print_exc()
@@ -428,6 +431,18 @@ def _conclude(folder: Path) -> None:
     for path in (paths.summary_file(folder), *saved):
         print(f"  {path}")
     print(f"Run folder: {folder}", flush=True)
+    wrong = [
+        f"{level.id} {level.batch_check.observed}"
+        for level in summary.levels
+        if level.batch_check.declared is not None
+        and level.batch_check.observed != level.batch_check.declared
+    ]
+    if wrong:
+        expected = summary.run.settings["expect_global_batch"]
+        raise CheckFailed(
+            f"The global batch is not {expected} samples a step; observed: {', '.join(wrong)}.",
+            "It is micro-batch x accumulation x dp; see the table above.",
+        )
 
 
 if __name__ == "__main__":

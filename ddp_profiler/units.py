@@ -53,3 +53,12 @@ def nbytes(value: int | float | None) -> str:
         if abs(value) >= limit:
             return f"{value / limit:.1f} {unit}"
     return f"{value:.0f} B"
+
+
+def significant(value: float | None) -> str:
+    """Returns a number of any size with two significant digits.
+
+    >>> significant(0.0000123), significant(None)
+    ('1.2e-05', '-')
+    """
+    return NOTHING if value is None else f"{value:.2g}"

@@ -7,7 +7,7 @@ docs/metrics.md; this module is the only place that applies them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +96,34 @@ class Steps:
 
     def __len__(self) -> int:
         return len(self.wall_ms)
+
+    def only(self, kept: npt.NDArray[np.bool_]) -> Steps:
+        """Returns the chosen steps; ``kept`` has shape [step]."""
+        row = np.cumsum(kept) - 1
+        calls = self.backwards
+        inside = kept[calls.step_index]
+        return replace(
+            self,
+            key=self.key[kept],
+            block=self.block[kept],
+            repetition=self.repetition[kept],
+            wall_ms=self.wall_ms[kept],
+            samples=self.samples[kept],
+            micro_steps=self.micro_steps[kept],
+            parts_ms={name: values[kept] for name, values in self.parts_ms.items()},
+            backwards=Backwards(
+                step_index=row[calls.step_index[inside]],
+                key=calls.key[inside],
+                begin=calls.begin[inside],
+                local_end=calls.local_end[inside],
+                last_collective=calls.last_collective[inside],
+                end=calls.end[inside],
+            ),
+            busy_ms=self.busy_ms[kept],
+            overlapped_ms=self.overlapped_ms[kept],
+            collectives=self.collectives[kept],
+            gradient_bytes=self.gradient_bytes[kept],
+        )
 
 
 def derive_steps(rank: int, columns: Columns, level: int, variant: Variant) -> Steps:
@@ -203,6 +231,27 @@ def split_exposed(steps: Steps, latest_local_end: Ints | None, peers: int) -> di
         "exposed_transfer": per_step(done - reached),
         "exposed_copy": per_step(calls.end - done),
     }
+
+
+def ready_times(columns: Columns, level: int, parameters: int) -> Floats:
+    """Returns when each parameter's gradient is ready, in ms after backward was called.
+
+    Mean over the micro-steps of the level's READY steps, shape [parameter]; NaN for a
+    parameter that got no gradient.
+    """
+    chosen = (columns["level"] == level) & (columns["variant"] == int(Variant.READY))
+    spans = {name: values[chosen].astype(np.int64) for name, values in columns.items()}
+    key = _call_key(_step_key(spans["repetition"], spans["step"]), spans["micro_step"])
+    is_call = spans["kind"] == SpanKind.BACKWARD
+    is_ready = (spans["kind"] == SpanKind.GRADIENT_READY) & (spans["index"] < parameters)
+    begin = spans["begin_ns"][is_call]
+    call = _Lookup(key[is_call]).find(key[is_ready])
+    index = spans["index"][is_ready][call >= 0]
+    after = spans["begin_ns"][is_ready][call >= 0] - begin[call[call >= 0]]
+    total = _per_step(after, index, parameters)
+    count = np.bincount(index, minlength=parameters)
+    with np.errstate(invalid="ignore"):
+        return total / count / _NS_PER_MS
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ddp_profiler.analysis.allreduce import AllReduceResult
+from ddp_profiler.analysis.model import StepCosts
+from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.analysis.statistics import Distribution
 
 __all__ = [
@@ -60,7 +63,11 @@ class BatchCheck:
         observed: Samples that entered forward in a step, summed over ranks; None where
             steps differ.
         ok: Whether all known values agree; None where nothing was observed.
-        gradient_max_rel_error: Against one process that sees the whole batch; None if not run.
+        gradient_max_rel_error: Against one process that sees the whole global batch: largest
+            over tensors of max|difference| / max|gradient|; None if not run.
+        gradient_worst_tensor: The tensor with that error.
+        gradient_factor: The number by which the gradients are too large; about 1 if right.
+        gradient_factor_name: What that number is, such as ``dp``; None where it is 1.
         ranks_agree: Whether gradients were equal on all ranks; None if not checked.
         notes: What a reader has to know.
     """
@@ -70,6 +77,9 @@ class BatchCheck:
     observed: int | None
     ok: bool | None
     gradient_max_rel_error: float | None
+    gradient_worst_tensor: str | None
+    gradient_factor: float | None
+    gradient_factor_name: str | None
     ranks_agree: bool | None
     notes: tuple[str, ...]
 
@@ -92,6 +102,15 @@ class Overhead:
 
 
 @dataclass(frozen=True)
+class GradientReady:
+    """When a parameter's gradient is ready, in ms after backward was called (no_sync)."""
+
+    name: str
+    bytes: int
+    ready_ms: float | None
+
+
+@dataclass(frozen=True)
 class RankResult:
     """One rank at one level: mean over its instrumented steps."""
 
@@ -105,7 +124,12 @@ class RankResult:
 
 @dataclass(frozen=True)
 class LevelResult:
-    """One level of a study. ``breakdown_ms`` sums to ``instrumented_step_ms.mean``."""
+    """One level of a study. ``breakdown_ms`` sums to ``instrumented_step_ms.mean``.
+
+    Times are means over ranks and steps. ``mfu`` is achieved over peak FLOP/s; ``costs_ms``
+    is the level in the step model; ``contention_ms``, ``wrapper_ms`` and ``waterfall_ms``
+    compare it with dp = 1. What needs a dp = 1 level is None without one.
+    """
 
     id: str
     dp: int
@@ -115,16 +139,27 @@ class LevelResult:
     accumulation: int
     global_batch: int
     steps: int
+    repetitions: int
     warmup_steps: int
     warmup_ms: float | None
     step_ms: Distribution | None
     instrumented_step_ms: Distribution | None
     samples_per_s: float | None
     tokens_per_s: float | None
+    mfu: float | None
     breakdown_ms: Mapping[str, float | None]
     comm: Communication
+    allreduce: AllReduceResult | None
     batch_check: BatchCheck
     overhead: Overhead | None
+    gradient_ready: tuple[GradientReady, ...]
+    costs_ms: StepCosts | None
+    contention_ms: float | None
+    wrapper_ms: float | None
+    speedup: float | None
+    efficiency: float | None
+    pop: Pop | None
+    waterfall_ms: Mapping[str, float | None] | None
     ranks: tuple[RankResult, ...]
     notes: tuple[str, ...]
 

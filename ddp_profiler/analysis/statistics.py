@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from scipy import stats
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
@@ -35,23 +37,46 @@ class Distribution:
     ci95: tuple[float, float] | None
 
 
-def summarize(values: Floats) -> Distribution | None:
+def summarize(values: Floats, repetition: Ints | None = None) -> Distribution | None:
     """Summarizes times in ms, given in their order in time; None where there are none.
 
-    The interval is a moving-block bootstrap (Kuensch 1989) of the median with blocks
-    of n^(1/3) values, since neighbouring steps resemble each other. It covers the
-    variation within one launch only; launches of the same code differ by more.
+    With several repetitions their medians are the unit: Student's t interval of their
+    mean, moved to the median of all values. Within one, the interval is a moving-block
+    bootstrap (Kuensch 1989) of the median with blocks of n^(1/3) values, since
+    neighbouring steps resemble each other; it covers the variation within one launch
+    only, and launches of the same code differ by more.
+
+    Args:
+        values: Times in ms, shape [n].
+        repetition: The repetition of each value, shape [n]; one repetition where None.
     """
     if len(values) == 0:
         return None
     p10, median, p90 = np.percentile(values, [10, 50, 90])
+    interval: tuple[float, float] | None
+    ids = np.unique(repetition) if repetition is not None else np.empty(0)
+    if len(ids) > 1:
+        medians = np.array([np.median(values[repetition == i]) for i in ids])
+        interval = repetition_interval(medians, float(median))
+    else:
+        interval = block_bootstrap(values, lambda resampled: np.median(resampled, axis=-1))
     return Distribution(
         mean=float(values.mean()),
         median=float(median),
         p10=float(p10),
         p90=float(p90),
-        ci95=block_bootstrap(values, lambda resampled: np.median(resampled, axis=-1)),
+        ci95=interval,
     )
+
+
+def repetition_interval(medians: Floats, center: float) -> tuple[float, float]:
+    """Returns Student's 95 % interval from the medians of 2 or more repetitions."""
+    half = float(
+        stats.t.ppf(0.5 + _CONFIDENCE / 2, len(medians) - 1)
+        * medians.std(ddof=1)
+        / np.sqrt(len(medians))
+    )
+    return center - half, center + half
 
 
 def block_bootstrap(

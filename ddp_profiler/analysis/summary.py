@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from ddp_profiler.analysis import statistics
-from ddp_profiler.analysis.parts import PARTS, Columns, Floats, Steps, derive_steps, split_exposed
+from ddp_profiler.analysis import allreduce, model, statistics
+from ddp_profiler.analysis.findings import find
+from ddp_profiler.analysis.model import StepCosts
+from ddp_profiler.analysis.parts import (
+    PARTS,
+    Columns,
+    Floats,
+    Steps,
+    derive_steps,
+    ready_times,
+    split_exposed,
+)
 from ddp_profiler.analysis.results import (
     BatchCheck,
     Communication,
+    GradientReady,
     LevelResult,
     Overhead,
     RankResult,
     RunResult,
     Summary,
 )
+from ddp_profiler.analysis.scaling import Scaling, pop, scale
+from ddp_profiler.analysis.statistics import Distribution
 from ddp_profiler.schema import SCHEMA_VERSION, LevelFacts, LevelSettings, RunInfo, Variant
 
 Breakdown = Mapping[str, Floats]
@@ -34,10 +50,11 @@ def summarize_run(
         incomplete: Ranks whose record was cut.
     """
     facts = {fact.id: fact for fact in info.facts}
-    levels = tuple(
-        _level(info, index, level, facts.get(level.id), columns_by_rank)
+    measured = [
+        _measured(info, index, level, facts.get(level.id), columns_by_rank)
         for index, level in enumerate(info.levels)
-    )
+    ]
+    levels = tuple(_level(info, m, measured) for m in measured)
     missing = sorted(set(range(info.world_size)) - set(columns_by_rank))
     partial = info.status != "complete" or bool(missing) or bool(incomplete)
     notes = [f"Rank {f.rank} failed in {f.phase}: {f.message}" for f in info.failures]
@@ -58,12 +75,19 @@ def summarize_run(
             partial=partial,
             settings=info.settings,
             environment=info.environment,
-            statistics_unit="steps of one launch (moving-block bootstrap)",
+            statistics_unit=_statistics_unit(levels),
         ),
         levels=levels,
-        findings=(),
+        findings=find(levels),
         notes=tuple(notes),
     )
+
+
+def _statistics_unit(levels: Sequence[LevelResult]) -> str:
+    most = max((level.repetitions for level in levels), default=0)
+    if most > 1:
+        return f"{most} repetitions of each level in one launch (t interval of their medians)"
+    return "steps of one launch (moving-block bootstrap); launches differ by more"
 
 
 def _some(ranks: Sequence[int]) -> str:
@@ -92,40 +116,106 @@ def _contention_notes(info: RunInfo) -> list[str]:
     return notes
 
 
-def _level(
+@dataclass(frozen=True)
+class _Measured:
+    """One level's steps by variant, one entry a rank each, and what follows from them alone."""
+
+    index: int
+    level: LevelSettings
+    facts: LevelFacts | None
+    columns: tuple[Columns, ...]
+    plain: tuple[Steps, ...]
+    instrumented: tuple[Steps, ...]
+    warmup: tuple[Steps, ...]
+    no_sync: tuple[Steps, ...]
+    ready: tuple[Steps, ...]
+    bare: tuple[Steps, ...]
+    breakdowns: tuple[Breakdown, ...]
+    comparable: bool
+
+    @property
+    def costs(self) -> StepCosts | None:
+        """Costs of a step per micro-step and per step."""
+        return model.costs(
+            self.instrumented, self.breakdowns, self.no_sync, self.level.accumulation
+        )
+
+
+def _measured(
     info: RunInfo,
     index: int,
     level: LevelSettings,
     facts: LevelFacts | None,
     columns_by_rank: Mapping[int, Columns],
-) -> LevelResult:
-    def steps_of(variant: Variant) -> list[Steps]:
-        found = [
-            derive_steps(rank, columns_by_rank[rank], index, variant)
-            for rank in level.ranks
-            if rank in columns_by_rank
-        ]
-        return [steps for steps in found if len(steps)]
+) -> _Measured:
+    ranks = [rank for rank in level.ranks if rank in columns_by_rank]
 
-    plain = steps_of(Variant.PLAIN)
-    instrumented = steps_of(Variant.INSTRUMENTED)
-    warmup = steps_of(Variant.WARMUP)
+    def steps_of(variant: Variant) -> tuple[Steps, ...]:
+        found = [derive_steps(rank, columns_by_rank[rank], index, variant) for rank in ranks]
+        return _common([steps for steps in found if len(steps)])
+
     places = {place.rank: place for place in info.ranks}
-    domains = {places[r].clock_domain for r in level.ranks if r in places}
+    comparable = len({places[r].clock_domain for r in level.ranks if r in places}) <= 1
+    instrumented = steps_of(Variant.INSTRUMENTED)
+    return _Measured(
+        index=index,
+        level=level,
+        facts=facts,
+        columns=tuple(columns_by_rank[rank] for rank in ranks),
+        plain=steps_of(Variant.PLAIN),
+        instrumented=instrumented,
+        warmup=steps_of(Variant.WARMUP),
+        no_sync=steps_of(Variant.NO_SYNC),
+        ready=steps_of(Variant.READY),
+        bare=steps_of(Variant.BARE),
+        breakdowns=tuple(_breakdowns(instrumented, level.dp, comparable)),
+        comparable=comparable,
+    )
+
+
+def _common(ranks: Sequence[Steps]) -> tuple[Steps, ...]:
+    """Keeps the steps that all ranks have: of a run that was cut, some lack the last ones."""
+    keys = [steps.key for steps in ranks]
+    shared = functools.reduce(np.intersect1d, keys) if keys else np.empty(0)
+    return tuple(
+        steps if len(steps) == len(shared) else steps.only(np.isin(steps.key, shared))
+        for steps in ranks
+    )
+
+
+def _reference(measured: _Measured, all_levels: Sequence[_Measured]) -> _Measured | None:
+    """Finds the dp = 1 level to compare with: same micro-batch, nearest accumulation."""
+    own = measured.level
+    singles = [
+        m
+        for m in all_levels
+        if m.level.dp == 1 and m.level.micro_batch == own.micro_batch and m.costs is not None
+    ]
+    return min(singles, key=lambda m: abs(m.level.accumulation - own.accumulation), default=None)
+
+
+def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) -> LevelResult:
+    level, facts = measured.level, measured.facts
+    places = {place.rank: place for place in info.ranks}
     notes = list(facts.notes) if facts else []
-    comparable = len(domains) <= 1
-    if not comparable and level.dp > 1:
+    if not measured.comparable and level.dp > 1:
         notes.append(
             "exposed_wait is withheld: the ranks' hosts have clocks of their own; "
             "exposed_transfer holds waiting and transfer together."
         )
-    breakdowns = _breakdowns(instrumented, level.dp, comparable)
-    step_ms = statistics.summarize(_mean_over_ranks(plain))
-    breakdown = _mean_breakdown(breakdowns)
-    observed, micro_steps = _observed(instrumented, level)
-    seconds = step_ms.mean / 1e3 if step_ms else None
-    samples_per_s = (observed or level.global_batch) / seconds if seconds else None
+    step_ms = _summarize(measured.plain)
+    observed, micro_steps = _observed(measured.instrumented, level)
+    samples_per_s = _throughput(step_ms, observed or level.global_batch)
     tokens = info.settings.get("tokens_per_sample")
+    costs, reference = measured.costs, _reference(measured, all_levels)
+    single = reference.costs if reference else None
+    bare = model.bare_costs(reference.bare, reference.level.accumulation) if reference else None
+    falls = (
+        model.waterfall(costs, single, bare, level.accumulation, step_ms.mean)
+        if costs and single and bare and step_ms
+        else None
+    )
+    scaling = _scaling(measured, samples_per_s, all_levels)
     return LevelResult(
         id=level.id,
         dp=level.dp,
@@ -134,19 +224,32 @@ def _level(
         micro_batch=level.micro_batch,
         accumulation=level.accumulation,
         global_batch=level.global_batch,
-        steps=max((len(steps) for steps in plain), default=0),
-        warmup_steps=max((len(steps) for steps in warmup), default=0),
-        warmup_ms=float(np.mean([s.wall_ms.sum() for s in warmup])) if warmup else None,
+        steps=max((len(steps) for steps in measured.plain), default=0),
+        repetitions=_repetitions(measured.plain),
+        warmup_steps=max((len(steps) for steps in measured.warmup), default=0),
+        warmup_ms=float(np.mean([s.wall_ms.sum() for s in measured.warmup]))
+        if measured.warmup
+        else None,
         step_ms=step_ms,
-        instrumented_step_ms=statistics.summarize(_mean_over_ranks(instrumented)),
+        instrumented_step_ms=_summarize(measured.instrumented),
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens
         if samples_per_s is not None and isinstance(tokens, int)
         else None,
-        breakdown_ms=breakdown,
-        comm=_communication(instrumented, level, facts),
-        batch_check=_batch_check(level, observed, micro_steps),
-        overhead=_overhead(plain, instrumented),
+        mfu=_mfu(samples_per_s, level.dp, facts),
+        breakdown_ms=_mean_breakdown(measured.breakdowns),
+        comm=_communication(measured.instrumented, level, facts),
+        allreduce=allreduce.isolated(measured.columns, measured.index, level.dp),
+        batch_check=_batch_check(level, observed, micro_steps, facts, _declared(info, level)),
+        overhead=_overhead(measured.plain, measured.instrumented),
+        gradient_ready=_gradient_ready(measured),
+        costs_ms=costs,
+        contention_ms=costs.sync_backward - single.sync_backward if costs and single else None,
+        wrapper_ms=falls["wrapper"] if falls else None,
+        speedup=scaling.speedup if scaling else None,
+        efficiency=scaling.efficiency if scaling else None,
+        pop=pop(measured.instrumented, measured.breakdowns, single, level.accumulation),
+        waterfall_ms=falls,
         ranks=tuple(
             RankResult(
                 rank=steps.rank,
@@ -156,9 +259,95 @@ def _level(
                 step_ms=float(steps.wall_ms.mean()),
                 breakdown_ms=_finite({part: float(b[part].mean()) for part in PARTS}),
             )
-            for steps, b in zip(instrumented, breakdowns, strict=True)
+            for steps, b in zip(measured.instrumented, measured.breakdowns, strict=True)
         ),
         notes=tuple(notes),
+    )
+
+
+def _declared(info: RunInfo, level: LevelSettings) -> int | None:
+    """Returns the global batch that the user expects of this level, if any.
+
+    Under weak scaling the global batch grows with dp: the word is about the largest.
+    """
+    expected = info.settings.get("expect_global_batch")
+    if not isinstance(expected, int):
+        return None
+    strong = info.settings.get("global_batch") is not None
+    largest = max(other.dp for other in info.levels)
+    return expected if strong or level.dp == largest else None
+
+
+def _throughput(step_ms: Distribution | None, samples: int) -> float | None:
+    return samples / step_ms.mean * 1e3 if step_ms else None
+
+
+def _mfu(samples_per_s: float | None, dp: int, facts: LevelFacts | None) -> float | None:
+    """Returns achieved over peak FLOP/s of the level's devices; None where either is unknown."""
+    if samples_per_s is None or facts is None:
+        return None
+    if not facts.flops_per_sample or not facts.peak_flops_per_s:
+        return None
+    return samples_per_s * facts.flops_per_sample / (dp * facts.peak_flops_per_s)
+
+
+def _scaling(
+    measured: _Measured, samples_per_s: float | None, all_levels: Sequence[_Measured]
+) -> Scaling | None:
+    """Compares a level's throughput with that at dp = 1.
+
+    The dp = 1 level is that of the same accumulation where there is one (weak scaling),
+    else that of the same global batch (strong scaling).
+    """
+    level = measured.level
+    singles = [
+        m
+        for m in all_levels
+        if m.level.dp == 1
+        and m.plain
+        and (
+            (m.level.micro_batch, m.level.accumulation) == (level.micro_batch, level.accumulation)
+            or m.level.global_batch == level.global_batch
+        )
+    ]
+    if not singles or samples_per_s is None:
+        return None
+    same = [m for m in singles if m.level.accumulation == level.accumulation]
+    chosen = (same or singles)[0]
+    rate = _throughput(_summarize(chosen.plain), chosen.level.global_batch)
+    if rate is None:
+        return None
+    return scale({1: rate, level.dp: samples_per_s})[-1]
+
+
+def _repetitions(ranks: Sequence[Steps]) -> int:
+    return max((len(np.unique(steps.repetition)) for steps in ranks), default=0)
+
+
+def _summarize(ranks: Sequence[Steps]) -> Distribution | None:
+    """Summarizes the mean over ranks of each step; repetitions are the unit where there are any."""
+    return statistics.summarize(_mean_over_ranks(ranks), ranks[0].repetition if ranks else None)
+
+
+def _gradient_ready(measured: _Measured) -> tuple[GradientReady, ...]:
+    """Returns when each parameter's gradient is ready in backward, mean over ranks and steps."""
+    if measured.facts is None or not measured.ready:
+        return ()
+    ready_ms = [
+        ready_times(columns, measured.index, len(measured.facts.reduced))
+        for columns in measured.columns
+    ]
+    with warnings.catch_warnings():
+        # A parameter without any gradient is NaN on every rank.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        mean = np.nanmean(ready_ms, axis=0)
+    return tuple(
+        GradientReady(
+            name=parameter.name,
+            bytes=parameter.nbytes,
+            ready_ms=float(time) if np.isfinite(time) else None,
+        )
+        for parameter, time in zip(measured.facts.reduced, mean, strict=True)
     )
 
 
@@ -183,14 +372,10 @@ def _latest_local_end(ranks: Sequence[Steps]) -> list[npt.NDArray[np.int64]]:
 
 
 def _mean_over_ranks(ranks: Sequence[Steps]) -> Floats:
-    """Returns the mean wall time over ranks of each step that all ranks have, in order."""
+    """Returns the mean wall time over ranks of each step, in order."""
     if not ranks:
         return np.empty(0)
-    keys = ranks[0].key
-    for steps in ranks[1:]:
-        keys = np.intersect1d(keys, steps.key)
-    walls = [steps.wall_ms[np.isin(steps.key, keys)] for steps in ranks]
-    mean: Floats = np.mean(walls, axis=0)
+    mean: Floats = np.mean([steps.wall_ms for steps in ranks], axis=0)
     return mean
 
 
@@ -210,14 +395,18 @@ def _observed(ranks: Sequence[Steps], level: LevelSettings) -> tuple[int | None,
         return None, None
     samples = {int(value) for steps in ranks for value in np.unique(steps.samples)}
     micro = float(np.mean([steps.micro_steps.mean() for steps in ranks]))
-    totals = np.sum([steps.samples[: min(map(len, ranks))] for steps in ranks], axis=0)
+    totals = np.sum([steps.samples for steps in ranks], axis=0)
     if samples == {0} or len(set(totals.tolist())) != 1:
         return None, micro
     return int(totals[0]), micro
 
 
 def _batch_check(
-    level: LevelSettings, observed: int | None, micro_steps: float | None
+    level: LevelSettings,
+    observed: int | None,
+    micro_steps: float | None,
+    facts: LevelFacts | None,
+    declared: int | None,
 ) -> BatchCheck:
     notes = []
     if observed is None:
@@ -227,15 +416,24 @@ def _batch_check(
             f"Observed {observed} samples a step, configured {level.micro_batch} x "
             f"{level.accumulation} x {level.dp} = {level.global_batch}."
         )
+    if declared is not None and observed is not None and declared != observed:
+        notes.append(f"Expected {declared} samples a step, observed {observed}.")
     if micro_steps is not None and micro_steps != level.accumulation:
         notes.append(f"{micro_steps:g} forward calls a step and rank, not {level.accumulation}.")
+    proof = facts.proof if facts else None
+    if proof is not None:
+        notes += proof.notes
+    known = {level.global_batch, observed} | ({declared} if declared is not None else set())
     return BatchCheck(
-        declared=None,
+        declared=declared,
         configured=level.global_batch,
         observed=observed,
-        ok=None if observed is None else observed == level.global_batch,
-        gradient_max_rel_error=None,
-        ranks_agree=None,
+        ok=None if observed is None else len(known) == 1,
+        gradient_max_rel_error=proof.max_rel_error if proof else None,
+        gradient_worst_tensor=proof.worst_tensor if proof else None,
+        gradient_factor=proof.factor if proof else None,
+        gradient_factor_name=proof.factor_name if proof else None,
+        ranks_agree=proof.ranks_agree if proof else None,
         notes=tuple(notes),
     )
 

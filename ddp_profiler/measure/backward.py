@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.autograd import Variable
 
@@ -32,11 +34,15 @@ class BackwardWatch:
         loss.register_hook(self._at_first_gradient)  # type: ignore[no-untyped-call]
 
     def _at_first_gradient(self, _: Tensor) -> None:
-        engine = Variable._execution_engine
-        engine.queue_callback(self._at_end)
+        queue_callback(self._at_end)
 
     def _at_end(self) -> None:
         self._recorder.point(SpanKind.LOCAL_BACKWARD_END)
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Has the autograd engine call ``callback`` at the end of the pass that runs now."""
+    Variable._execution_engine.queue_callback(callback)
 
 
 def number_of_samples(inputs: object) -> int | None:

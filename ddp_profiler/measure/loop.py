@@ -343,6 +343,15 @@ class LevelRun:
         ]
 
     def _plant_in_backward(self, loss: Tensor) -> None:
-        if self._planter.ms("backward", self.step):
-            step = self.step
-            loss.register_hook(lambda _: self._planter.delay("backward", step))  # type: ignore[no-untyped-call]
+        """Plants delays inside backward, for tests: at its begin, and after DDP's last work."""
+        step, delay = self.step, self._planter.delay
+        if self._planter.ms("backward", step):
+            loss.register_hook(lambda _: delay("backward", step))  # type: ignore[no-untyped-call]
+        if self._planter.ms("copy", step):
+            # The engine works callbacks off in order. DDP queues its own, which waits and
+            # copies, at the last bucket; one queued from the first is therefore the last.
+            loss.register_hook(  # type: ignore[no-untyped-call]
+                lambda _: backward.queue_callback(
+                    lambda: backward.queue_callback(lambda: delay("copy", step))
+                )
+            )

@@ -80,6 +80,10 @@ def _table(levels: Sequence[LevelResult]) -> Table:
     row("step, plain (median)", lambda v: units.ms(v.step_ms.median if v.step_ms else None), "bold")
     row("  95 % interval", _interval)
     row("samples/s", lambda v: units.rate(v.samples_per_s))
+    if any(level.efficiency is not None for level in levels):
+        row("speedup / efficiency", _efficiency)
+    if any(level.mfu is not None for level in levels):
+        row("share of peak FLOP/s", lambda v: units.percent(v.mfu))
     if any(level.tokens_per_s is not None for level in levels):
         row("tokens/s", lambda v: units.rate(v.tokens_per_s))
     table.add_section()
@@ -105,6 +109,12 @@ def _batch(level: LevelResult) -> str:
     if check.ok is None:
         return f"{text} ?"
     return f"{text} ok" if check.ok else f"{text} SAW {check.observed}"
+
+
+def _efficiency(level: LevelResult) -> str:
+    if level.speedup is None:
+        return units.NOTHING
+    return f"{level.speedup:.2f}x {units.percent(level.efficiency)}"
 
 
 def _interval(level: LevelResult) -> str:
@@ -141,8 +151,14 @@ def _overhead(level: LevelResult) -> str:
 
 def _footnotes(summary: Summary) -> list[str]:
     lines = []
+    told: dict[str, list[str]] = {}
     for level in summary.levels:
-        lines += [f"{level.id}: {note}" for note in (*level.notes, *level.batch_check.notes)]
+        for note in (*level.notes, *level.batch_check.notes):
+            told.setdefault(note, []).append(level.id)
+    for note, ids in told.items():
+        everywhere = len(ids) == len(summary.levels)
+        lines.append(f"{'note' if everywhere else ', '.join(ids)}: {note}")
+    for level in summary.levels:
         if level.comm.unnoticed_completions:
             lines.append(
                 f"{level.id}: {level.comm.unnoticed_completions} collectives were never seen to "

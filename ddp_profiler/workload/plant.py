@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from ddp_profiler.errors import UsageError
 from ddp_profiler.workload.pacing import precise_sleep
 
-PARTS = ("data", "forward", "between", "backward", "optimizer")
-"""Where a delay can be planted; ``between`` lies between forward and backward."""
+PARTS = ("data", "forward", "between", "backward", "copy", "optimizer")
+"""Where a delay can be planted.
+
+``between`` lies between forward and backward, ``copy`` after DDP has copied its buckets back.
+"""
 
 _FORM = "part=PART,ms=MS[,rank=R][,every=N][,level_dp=N]"
 _KEYS = ("part", "ms", "rank", "every", "level_dp")

@@ -151,6 +151,14 @@ def test_first_of_several_local_ends_counts():
     assert parts(derive(spans))["backward"] == pytest.approx(40)
 
 
+def test_end_of_local_backward_before_the_call_began():
+    """Of another backward in the same micro-step: the window is at most the call."""
+    steps = derive(one_step(local_end=10).gradient(30, 60))
+    found = parts(steps)
+    assert found["backward"] == pytest.approx(0)
+    assert found["exposed_transfer"] + found["exposed_copy"] == pytest.approx(60)
+
+
 def test_alone_the_window_is_copy():
     steps = derive(one_step().gradient(60, 80))
     found = parts(steps, peers=1)

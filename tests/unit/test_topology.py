@@ -2,6 +2,7 @@
 
 import pytest
 
+from ddp_profiler.config import StudyConfig
 from ddp_profiler.errors import UsageError
 from ddp_profiler.measure.topology import Topology, default_dp, plan_levels, read_topology
 
@@ -76,8 +77,13 @@ def test_default_dp(world_size, expected):
     assert default_dp(world_size) == expected
 
 
+def plan(dp, accumulate, micro_batch, world_size):
+    config = StudyConfig(dp=dp, accumulate=accumulate, micro_batch=micro_batch)
+    return plan_levels(config, world_size)
+
+
 def test_each_dp_with_each_accumulation():
-    levels = plan_levels((1, 4), (1, 3), 8, world_size=6)
+    levels = plan((1, 4), (1, 3), 8, 6)
     assert [(v.id, v.dp, v.accumulation, v.global_batch, v.ranks) for v in levels] == [
         ("dp1-acc1", 1, 1, 8, (0,)),
         ("dp1-acc3", 1, 3, 24, (0,)),
@@ -87,16 +93,16 @@ def test_each_dp_with_each_accumulation():
 
 
 def test_ids_are_short_without_accumulation():
-    assert [v.id for v in plan_levels(None, (1,), 8, 4)] == ["dp1", "dp2", "dp4"]
-    assert [v.id for v in plan_levels(None, (4,), 8, 1)] == ["dp1-acc4"]
+    assert [v.id for v in plan(None, (1,), 8, 4)] == ["dp1", "dp2", "dp4"]
+    assert [v.id for v in plan(None, (4,), 8, 1)] == ["dp1-acc4"]
 
 
 def test_ids_are_unique():
-    levels = plan_levels(None, (1, 2, 4), 8, 16)
+    levels = plan(None, (1, 2, 4), 8, 16)
     assert len({v.id for v in levels}) == len(levels) == 15
 
 
 def test_dp_beyond_the_world():
     with pytest.raises(UsageError, match=r"--dp 4,16 is larger than the world of 2 ranks\.") as e:
-        plan_levels((1, 4, 16), (1,), 8, 2)
+        plan((1, 4, 16), (1,), 8, 2)
     assert "--nproc_per_node 16" in e.value.remedy
