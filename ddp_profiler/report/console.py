@@ -99,7 +99,8 @@ def _table(levels: Sequence[LevelResult]) -> Table:
     row("  hidden by backward", lambda v: units.percent(v.comm.overlap_fraction, 0))
     row("collectives / buckets", _collectives)
     row("gradients reduced", lambda v: units.nbytes(v.comm.gradient_bytes))
-    row("cost of measuring", _overhead)
+    row("cost of measuring", lambda v: _overhead(v)[0])
+    row("  95 % interval", lambda v: _overhead(v)[1])
     return table
 
 
@@ -139,14 +140,16 @@ def _collectives(level: LevelResult) -> str:
     return f"{count:g} / {buckets}"
 
 
-def _overhead(level: LevelResult) -> str:
-    if level.overhead is None:
-        return units.NOTHING
-    text = f"{level.overhead.overhead_pct:+.1f}%"
-    if level.overhead.ci95_pct is None:
-        return text
-    low, high = level.overhead.ci95_pct
-    return f"{text} [{low:+.1f},{high:+.1f}]"
+def _overhead(level: LevelResult) -> tuple[str, str]:
+    """Returns the overhead in per cent, and its interval."""
+    cost = level.overhead
+    if cost is None:
+        return units.NOTHING, units.NOTHING
+    text = f"{cost.overhead_pct:+.1f} %"
+    if cost.ci95_pct is None:
+        return text, units.NOTHING
+    low, high = cost.ci95_pct
+    return text, f"{low:+.1f}..{high:+.1f}"
 
 
 def _footnotes(summary: Summary) -> list[str]:
