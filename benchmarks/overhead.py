@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
 LAYERS = 8
 PARAMETERS = 65536
+MICRO_BATCH = 4
 LAYER_MB = PARAMETERS * 4 / 2**20
 VARIANTS = ("plain", "instrumented", "plain_again")
 ORDERS = ((0, 1, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0), (0, 2, 1), (1, 0, 2))
@@ -65,8 +66,9 @@ Variants, in blocks that take turns in the same processes on the same DDP object
 """
 
 _EPILOG = """How to read the table:
-  step     instrumented less the mean of plain and plain_again, in us: median over
-           rounds, with a 95 % bootstrap interval over rounds
+  step     instrumented less the mean of plain and plain_again, in us: the median step
+           of each block, then the trimmed mean over rounds (a fifth left out at each
+           end), with a 95 % bootstrap interval over rounds
   noise    plain_again less plain, the same way; a cost inside it is not resolved
   %        the cost in per cent of the plain step
   bucket   the whole cost by the number of buckets, the fixed cost of a step included
@@ -159,7 +161,6 @@ def work(plan: Plan, out: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from ddp_profiler.config import StudyConfig
     from ddp_profiler.measure.clock import HostTimeline
     from ddp_profiler.measure.loop import LevelRun
     from ddp_profiler.measure.marks import Columns, Recorder
@@ -196,12 +197,11 @@ def work(plan: Plan, out: Path) -> None:
     session = Session(topology, choose_device(topology, "gloo", None), timeout_s=300)
     recorder = ObservedRecorder(HostTimeline(), keep)
     group = dist.new_group(list(range(RANKS)))
-    config = StudyConfig()
     runs = []
     for case in CASES:
         run = LevelRun(
-            LevelSettings(case.name, RANKS, config.micro_batch, 1, "packed", tuple(range(RANKS))),
-            build(case.model, seed=0, micro_batch=config.micro_batch, data=None),
+            LevelSettings(case.name, RANKS, MICRO_BATCH, 1, "packed", tuple(range(RANKS))),
+            build(case.model, seed=0, micro_batch=MICRO_BATCH, data=None),
             recorder,
             group,
             topology.rank,
@@ -277,7 +277,7 @@ def _asdicts(cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median over rounds with its bootstrap intervals.
+    """A trimmed mean over rounds with its bootstrap intervals.
 
     Attributes:
         value: The estimate.
@@ -368,16 +368,27 @@ class Result:
 
 
 def estimate(values: Floats) -> Estimate:
-    """Returns the median over rounds with percentile bootstrap intervals over rounds.
+    """Returns the trimmed mean over rounds with percentile bootstrap intervals over rounds.
+
+    A fifth of the rounds is left out at each end: on a shared machine a few rounds are
+    far off, and a plain mean would be theirs. Tails of the cost itself are cut as well.
 
     Args:
         values: One value for each round, shape [round].
     """
     random = np.random.default_rng(_SEED)
     picked = random.integers(0, len(values), size=(_RESAMPLES, len(values)))
-    medians = np.median(values[picked], axis=1)
-    low, lower, upper, high = (float(x) for x in np.percentile(medians, [2.5, 5, 95, 97.5]))
-    return Estimate(float(np.median(values)), (low, high), (lower, upper))
+    means = _trimmed_mean(values[picked])
+    low, lower, upper, high = (float(x) for x in np.percentile(means, [2.5, 5, 95, 97.5]))
+    return Estimate(float(_trimmed_mean(values)), (low, high), (lower, upper))
+
+
+def _trimmed_mean(values: Floats) -> Floats:
+    """Returns the mean over the last axis without its lowest and highest fifth."""
+    cut = values.shape[-1] // 5
+    kept = np.sort(values, axis=-1)[..., cut : values.shape[-1] - cut]
+    mean: Floats = np.asarray(kept.mean(axis=-1))
+    return mean
 
 
 def analyze(raw: dict[str, Any]) -> Result:
@@ -387,7 +398,7 @@ def analyze(raw: dict[str, Any]) -> Result:
     results = {}
     costs: dict[str, tuple[Floats, Floats]] = {}
     for case in cases:
-        wall = _table(raw, case, lambda block: float(np.mean(block["steps_us"][1:])))
+        wall = _table(raw, case, lambda block: float(np.median(block["steps_us"][1:])))
         cpu = _table(raw, case, lambda block: block["cpu_us"])
         flush = _table(raw, case, lambda block: block["flush_us"])
         costs[case.name] = (_cost(wall), _cost(cpu))
@@ -479,7 +490,7 @@ def render(result: Result, raw: dict[str, Any]) -> str:
         f"{machine['cores']} cores, load {machine['load_before']:.1f} before, "
         f"torch {raw['torch']}, Python {machine['python']}",
         f"{plan['rounds']} rounds of 3 cases x 3 variants x {plan['block_steps']} steps; "
-        "medians [95 % intervals]",
+        "cost [95 % interval]",
         "",
         f"{'':<22}{'36 ms':>19}{'108 ms':>19}{'36 ms':>19}",
         f"{'':<22}" + "".join(f"{_buckets(r.case.buckets):>19}" for r in result.cases),

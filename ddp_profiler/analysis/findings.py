@@ -10,8 +10,8 @@ from ddp_profiler.analysis.results import Finding, LevelResult
 
 _SEVERITIES = ("error", "warning", "info")
 
-_NOTABLE = 0.10
-"""A part below this share of the step is not called its limit."""
+_LIMITING = 0.25
+"""A part below this share of the step is not called its limit; then compute is."""
 
 _FACTOR_TOLERANCE = 1e-3
 
@@ -107,13 +107,16 @@ def _about_limits(levels: Sequence[LevelResult]) -> Iterator[Finding]:
             continue
         shares = {part: (level.breakdown_ms[part] or 0.0) / step.mean for part in _LIMITS}
         part = max(shares, key=lambda name: shares[name])
-        if shares[part] >= _NOTABLE:
+        if shares[part] >= _LIMITING:
             limit, why = _LIMITS[part]
             evidence = f"{units.ms(level.breakdown_ms[part])} of {units.ms(step.mean)} ms"
             message = f"{level.id} is limited by {limit}: {why}."
         else:
             compute = sum(level.breakdown_ms[p] or 0.0 for p in ("forward", "backward"))
-            evidence = f"forward and backward {units.ms(compute)} of {units.ms(step.mean)} ms"
+            evidence = (
+                f"forward and backward {units.ms(compute)} of {units.ms(step.mean)} ms; next is "
+                f"{_LIMITS[part][0]} with {units.ms(level.breakdown_ms[part])} ms"
+            )
             message = f"{level.id} is limited by compute."
         yield Finding(id="limit", severity="info", message=message, evidence=evidence)
 
@@ -130,7 +133,18 @@ def _about_loss(levels: Sequence[LevelResult]) -> Iterator[Finding]:
     terms = {name: level.waterfall_ms[name] or 0.0 for name in _LOSSES}
     name = max(terms, key=lambda term: terms[term])
     lost = (level.waterfall_ms["measured"] or 0.0) - (level.waterfall_ms["bare"] or 0.0)
+    residual = level.waterfall_ms["residual"] or 0.0
     if terms[name] <= 0 or lost <= 0:
+        return
+    if abs(residual) > terms[name]:
+        yield Finding(
+            id="dominant-loss",
+            severity="info",
+            message=f"At {level.id} no single loss stands out: the residual of the step model is "
+            "larger than every term. Measure more steps, or on a quieter machine.",
+            evidence=f"residual {units.ms(residual)} ms, largest term {_LOSSES[name]} "
+            f"{units.ms(terms[name])} ms",
+        )
         return
     speedup = "" if level.speedup is None else f" you get {level.speedup:.2f}x and"
     yield Finding(
@@ -140,7 +154,7 @@ def _about_loss(levels: Sequence[LevelResult]) -> Iterator[Finding]:
         f"model alone; the largest share is {_LOSSES[name]}.",
         evidence=f"{units.ms(terms[name])} ms, "
         f"{units.percent(terms[name] / (level.waterfall_ms['measured'] or 1.0), 0)} of the step; "
-        f"residual {units.ms(level.waterfall_ms['residual'])} ms",
+        f"residual {units.ms(residual)} ms",
     )
 
 

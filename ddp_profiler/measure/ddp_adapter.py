@@ -22,6 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,13 +99,15 @@ def _end_with(future: Any, span: OpenSpan, recorder: Recorder) -> None:
     Gloo completes it when the data has arrived, NCCL when the kernel is enqueued; for
     the latter, torch runs the callback on a stream that waits for the kernel, so that
     an event recorded there has the kernel's end.
+
+    The callback is put together from built-ins: ``next`` lets ``map`` call the clock and
+    pass what it tells to ``setattr(span, "end", ...)``; the future, which torch passes, is
+    the default of ``next``, never used. A backend's thread has no Python thread state, so
+    torch makes a new one for each callback, and its first Python frame maps memory that
+    is unmapped at the end: 40 us where a callback of built-ins takes 10.
     """
-    mark = recorder.mark
-
-    def completed(_: Any) -> None:
-        span.end = mark()
-
-    _add_done_callback(future, completed)
+    ends = map(partial(setattr, span, "end"), iter(recorder.mark, None))
+    _add_done_callback(future, partial(next, ends))
 
 
 class DdpAdapter:

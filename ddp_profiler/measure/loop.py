@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,11 +19,20 @@ from ddp_profiler.errors import UsageError
 from ddp_profiler.measure import backward, ddp_adapter
 from ddp_profiler.measure.backward import BackwardWatch, number_of_samples
 from ddp_profiler.measure.marks import Recorder
-from ddp_profiler.schema import LevelFacts, LevelSettings, ParameterFacts, SpanKind, Variant
+from ddp_profiler.measure.proof import prove_batch
+from ddp_profiler.schema import (
+    BatchProof,
+    LevelFacts,
+    LevelSettings,
+    ParameterFacts,
+    SpanKind,
+    Variant,
+)
 from ddp_profiler.workload import Workload
 from ddp_profiler.workload.plant import Planter
 
-_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What autocast computes in, by precision; fp32 runs without autocast."""
 _MAX_BLOCK_STEPS = 5
 
 
@@ -151,7 +161,8 @@ class LevelRun:
         self.device = device
         self.step = 0
         self._planter = planter
-        self._loss_divisor = level.accumulation / 1.0
+        self._loss_divisor = level.accumulation / planter.loss_factor(level.dp, level.accumulation)
+        self._micro_step_s = 0.0
         workload.module.to(device)
         for module in workload.extra_modules:
             module.to(device)
@@ -172,7 +183,7 @@ class LevelRun:
         self.batches = Batches(workload, level, group_rank, seed, device)
         self.adapter = ddp_adapter.DdpAdapter(self.ddp, recorder)
         self._watch = BackwardWatch(recorder)
-        self._autocast_dtype = _AUTOCAST_DTYPES.get(precision)
+        self._autocast_dtype = PRECISION_DTYPES.get(precision)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
     def run_block(
@@ -195,10 +206,14 @@ class LevelRun:
             dist.barrier(group=self.group)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        started = time.monotonic()
         begin = self.recorder.mark()
         for _ in range(steps):
             begin = one_step(begin)
             self.step += 1
+        if steps:
+            micro_steps = steps * self.level.accumulation
+            self._micro_step_s = (time.monotonic() - started) / micro_steps
         self.adapter.detach()
         for hook in hooks:
             hook.remove()
@@ -220,6 +235,19 @@ class LevelRun:
             bucket_bytes=sizes,
             sources={"local_backward_end": backward.SOURCE, **self.adapter.sources},
             notes=self.workload.notes,
+        )
+
+    def prove_batch(self) -> BatchProof:
+        """Compares a step's gradients with those of one process that sees the global batch."""
+        return prove_batch(
+            self.ddp,
+            self.workload,
+            self.batches,
+            self.level,
+            self.group,
+            self.device,
+            scale_loss=self.scale_loss,
+            time_per_micro_step_s=self._micro_step_s,
         )
 
     def _reduced(self) -> list[tuple[str, nn.Parameter]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,8 @@ import torch
 from ddp_profiler.config import StudyConfig
 from ddp_profiler.measure.allreduce import IsolatedAllReduce
 from ddp_profiler.measure.clock import DeviceTimeline, HostTimeline, Timeline
-from ddp_profiler.measure.loop import LevelRun, block_plan
+from ddp_profiler.measure.flops import count_flops, measure_peak_flops
+from ddp_profiler.measure.loop import PRECISION_DTYPES, LevelRun, block_plan
 from ddp_profiler.measure.marks import Columns, Recorder
 from ddp_profiler.measure.session import Session
 from ddp_profiler.schema import LevelFacts, LevelSettings, Variant
@@ -82,6 +83,7 @@ class Study:
         self._progress = progress
         self._phase = phase
         self._plants = parse_plants(config.plants)
+        self._known_flops: tuple[int | None, float | None] | None = None
         self._recorder = Recorder(make_timeline(session.device.device), sink)
 
     def run(self) -> tuple[LevelFacts, ...]:
@@ -145,6 +147,13 @@ class Study:
                 recorder.begin_block(index, repetition, block, variant)
                 run.run_block(steps, variant, block_ended)
             facts = run.facts()
+            if repetition == 0:
+                phase.name = f"level {level.id}, batch proof"
+                facts = replace(facts, proof=run.prove_batch())
+                if leads:
+                    phase.name = f"level {level.id}, counting FLOPs"
+                    flops, peak = self._flops(run.workload)
+                    facts = replace(facts, flops_per_sample=flops, peak_flops_per_s=peak)
         finally:
             run.close()
         if level.dp > 1:
@@ -158,6 +167,15 @@ class Study:
         if leads:
             self._progress.level_ends()
         return facts
+
+    def _flops(self, workload: Workload) -> tuple[int | None, float | None]:
+        """Returns FLOPs of a sample and the device's peak rate; found out once."""
+        if self._known_flops is None:
+            device = self._session.device.device
+            dtype = PRECISION_DTYPES.get(self._config.precision, torch.float32)
+            flops = count_flops(workload, device)
+            self._known_flops = flops, measure_peak_flops(device, dtype) if flops else None
+        return self._known_flops
 
 
 def visiting_order(levels: int, repeat: int, seed: int) -> list[tuple[int, int]]:

@@ -77,6 +77,8 @@ def _table(levels: Sequence[LevelResult]) -> Table:
         table.add_row(label, *(cell(level) for level in levels), style=style)
 
     row("global batch (samples)", _batch)
+    if any(level.batch_check.ranks_agree is not None for level in levels):
+        row("  gradient error", _gradient_error)
     row("step, plain (median)", lambda v: units.ms(v.step_ms.median if v.step_ms else None), "bold")
     row("  95 % interval", _interval)
     row("samples/s", lambda v: units.rate(v.samples_per_s))
@@ -110,6 +112,16 @@ def _batch(level: LevelResult) -> str:
     if check.ok is None:
         return f"{text} ?"
     return f"{text} ok" if check.ok else f"{text} SAW {check.observed}"
+
+
+def _gradient_error(level: LevelResult) -> str:
+    """Returns the error against one process that sees the whole global batch."""
+    check = level.batch_check
+    if check.ranks_agree is False:
+        return "RANKS DIFFER"
+    if check.gradient_max_rel_error is None:
+        return units.NOTHING
+    return f"{check.gradient_max_rel_error:.0e}"
 
 
 def _efficiency(level: LevelResult) -> str:

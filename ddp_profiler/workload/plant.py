@@ -1,4 +1,4 @@
-"""Delays planted on purpose, so that tests can check what the profiler makes of them."""
+"""Faults planted on purpose, so that tests can check what the profiler makes of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ PARTS = ("data", "forward", "between", "backward", "copy", "optimizer")
 ``between`` lies between forward and backward, ``copy`` after DDP has copied its buckets back.
 """
 
-_FORM = "part=PART,ms=MS[,rank=R][,every=N][,level_dp=N]"
+LOSS_FACTORS = ("dp", "accumulation", "dp*accumulation")
+"""Settings by which the loss can be multiplied; a number will do as well."""
+
+_FORM = (
+    "Give it as part=PART,ms=MS[,rank=R][,every=N][,level_dp=N], or as loss=FACTOR with "
+    f"{', '.join(LOSS_FACTORS)} or a number."
+)
 _KEYS = ("part", "ms", "rank", "every", "level_dp")
 
 
@@ -46,11 +52,29 @@ class Plant:
         )
 
 
-def parse_plants(specs: Sequence[str]) -> tuple[Plant, ...]:
-    """Reads delays, each as ``part=backward,ms=30[,rank=1][,every=10][,level_dp=2]``.
+@dataclass(frozen=True)
+class PlantedLoss:
+    """A loss that is multiplied by what it should not be.
 
-    >>> parse_plants(["part=data,ms=20,rank=1"])[0].applies("data", 1, 0)
-    True
+    Attributes:
+        factor: One of `LOSS_FACTORS`, or a number.
+    """
+
+    factor: str | float
+
+    def value(self, dp: int, accumulation: int) -> float:
+        """Returns the factor as a number, at a level of these settings."""
+        if isinstance(self.factor, str):
+            settings = {"dp": dp, "accumulation": accumulation}
+            return float(math.prod(settings[name] for name in self.factor.split("*")))
+        return self.factor
+
+
+def parse_plants(specs: Sequence[str]) -> tuple[Plant | PlantedLoss, ...]:
+    """Reads faults: ``part=backward,ms=30[,rank=1][,every=10][,level_dp=2]`` or ``loss=dp``.
+
+    >>> parse_plants(["part=data,ms=20,rank=1", "loss=dp*accumulation"])[1].value(4, 2)
+    8.0
 
     Raises:
         UsageError: A text does not have that form, or a value is out of its range.
@@ -59,10 +83,10 @@ def parse_plants(specs: Sequence[str]) -> tuple[Plant, ...]:
 
 
 class Planter:
-    """Carries out the planted delays of one rank at one level.
+    """Carries out the planted faults of one rank at one level.
 
     Args:
-        plants: All delays; those for other ranks and levels are left out.
+        plants: All faults; delays for other ranks and levels are left out.
         rank: This rank.
         sleep: Waits for a time in s.
         dp: Level that is run. A delay with a ``level_dp`` applies at that level only,
@@ -71,18 +95,20 @@ class Planter:
 
     def __init__(
         self,
-        plants: Sequence[Plant],
+        plants: Sequence[Plant | PlantedLoss],
         rank: int,
         sleep: Callable[[float], None] = precise_sleep,
         *,
         dp: int | None = None,
     ) -> None:
-        mine = [p for p in plants if p.rank in (None, rank) and p.level_dp in (None, dp)]
+        delays = [p for p in plants if isinstance(p, Plant)]
+        mine = [p for p in delays if p.rank in (None, rank) and p.level_dp in (None, dp)]
         self._rank = rank
         self._sleep = sleep
         self._by_part: Mapping[str, tuple[Plant, ...]] = {
             part: tuple(p for p in mine if p.part == part) for part in PARTS
         }
+        self._losses = tuple(p for p in plants if isinstance(p, PlantedLoss))
 
     def ms(self, part: str, step: int) -> float:
         """Returns the delay in ms that is planted in a part of an optimizer step."""
@@ -96,8 +122,32 @@ class Planter:
         if self._by_part[part] and (ms := self.ms(part, step)):
             self._sleep(ms / 1000)
 
+    def loss_factor(self, level_dp: int, accumulation: int) -> float:
+        """Returns what the loss is multiplied by at a level; 1 where nothing is planted."""
+        return math.prod((p.value(level_dp, accumulation) for p in self._losses), start=1.0)
 
-def _parse(spec: str) -> Plant:
+
+def _parse(spec: str) -> Plant | PlantedLoss:
+    key, _, value = (text.strip() for text in spec.partition("="))
+    return _parse_loss(spec, value) if key == "loss" else _parse_delay(spec)
+
+
+def _parse_loss(spec: str, text: str) -> PlantedLoss:
+    name = text.replace(" ", "")
+    if name in LOSS_FACTORS:
+        return PlantedLoss(name)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number == 0:
+        raise _wrong(
+            spec, f"loss={text} is none of {', '.join(LOSS_FACTORS)}, nor a number other than 0"
+        )
+    return PlantedLoss(number)
+
+
+def _parse_delay(spec: str) -> Plant:
     values: dict[str, str] = {}
     for item in spec.split(","):
         key, equals, value = (text.strip() for text in item.partition("="))
@@ -142,4 +192,4 @@ def _whole(spec: str, values: Mapping[str, str], key: str, least: int) -> int | 
 
 
 def _wrong(spec: str, what: str) -> UsageError:
-    return UsageError(f"Planted delay {spec!r}: {what}.", f"Give it as {_FORM}.")
+    return UsageError(f"Planted fault {spec!r}: {what}.", _FORM)

@@ -171,9 +171,9 @@ def test_dtype_that_the_backend_cannot_reduce(study, tmp_path):
     done = study(2, "--model", "odd:make", cwd=tmp_path)
     ours = [line for line in done.err.splitlines() if line.startswith("ddp_profiler.run: ")]
     assert done.code != 0
-    assert ours == ["ddp_profiler.run: The gloo backend cannot sum gradients of type float8_e5m2."], (
-        done.err
-    )
+    assert ours == [
+        "ddp_profiler.run: The gloo backend cannot sum gradients of type float8_e5m2."
+    ], done.err
     assert "Use a model with float32 parameters" in done.err
     assert not list(done.folder.glob("rank-*.arrows"))
 

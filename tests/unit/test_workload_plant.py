@@ -1,13 +1,16 @@
-"""Delays planted on purpose."""
+"""Faults planted on purpose."""
 
 import time
 
 import pytest
 
 from ddp_profiler.errors import UsageError
-from ddp_profiler.workload.plant import PARTS, Plant, Planter, parse_plants
+from ddp_profiler.workload.plant import PARTS, Plant, PlantedLoss, Planter, parse_plants
 
-FORM = "Give it as part=PART,ms=MS[,rank=R][,every=N][,level_dp=N]."
+FORM = (
+    "Give it as part=PART,ms=MS[,rank=R][,every=N][,level_dp=N], or as loss=FACTOR with "
+    "dp, accumulation, dp*accumulation or a number."
+)
 
 
 def test_parse():
@@ -29,7 +32,7 @@ def test_parse():
         ("ms=3", "part is missing"),
         (
             "part=update,ms=3",
-            "part=update is none of data, forward, between, backward, optimizer, comm",
+            "part=update is none of data, forward, between, backward, copy, optimizer",
         ),
         ("part=data,ms=fast", "ms=fast is not a number above 0"),
         ("part=data,ms=0", "ms=0 is not a number above 0"),
@@ -39,12 +42,19 @@ def test_parse():
         ("part=data,ms=3,rank=-1", "rank=-1 is not a whole number of at least 0"),
         ("part=data,ms=3,every=0", "every=0 is not a whole number of at least 1"),
         ("part=data,ms=3,level_dp=two", "level_dp=two is not a whole number of at least 1"),
+        ("loss=tp", "loss=tp is none of dp, accumulation, dp*accumulation, nor {}"),
+        ("loss=", "loss= is none of dp, accumulation, dp*accumulation, nor {}"),
+        ("loss=0", "loss=0 is none of dp, accumulation, dp*accumulation, nor {}"),
+        ("loss=nan", "loss=nan is none of dp, accumulation, dp*accumulation, nor {}"),
+        ("loss=2,rank=1", "loss=2,rank=1 is none of dp, accumulation, dp*accumulation, nor {}"),
+        ("part=data,ms=3,loss=2", "there is no option loss"),
     ],
 )
 def test_refused(spec, what):
     with pytest.raises(UsageError) as caught:
         parse_plants([spec])
-    assert str(caught.value) == f"Planted delay {spec!r}: {what}.\n{FORM}"
+    what = what.replace("{}", "a number other than 0")
+    assert str(caught.value) == f"Planted fault {spec!r}: {what}.\n{FORM}"
 
 
 def test_applies_to_its_part_rank_and_steps():
@@ -97,3 +107,24 @@ def test_planter_sleeps_for_real():
     for step in range(3):
         planter.delay("optimizer", step)
     assert 0.085 < time.perf_counter() - begin < 0.5
+
+
+@pytest.mark.parametrize(
+    ("spec", "factor"),
+    [
+        ("loss=dp", 4),
+        ("loss=accumulation", 3),
+        ("loss = dp * accumulation", 12),
+        ("loss=2.5", 2.5),
+        ("loss=-1", -1),
+    ],
+)
+def test_planted_loss(spec, factor):
+    planter = Planter(parse_plants([spec, "part=data,ms=20,rank=1"]), rank=0, dp=4)
+    assert planter.loss_factor(4, 3) == factor
+    assert planter.ms("data", 0) == 0
+
+
+def test_planted_losses_multiply_and_none_is_1():
+    assert Planter((PlantedLoss("dp"), PlantedLoss(0.5)), 0).loss_factor(6, 1) == 3
+    assert Planter(parse_plants(["part=data,ms=20"]), 0).loss_factor(6, 2) == 1

@@ -1,0 +1,119 @@
+"""The benchmarks run and give all that they promise; no figure of theirs is judged here."""
+
+import importlib.util
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from tests.integration.conftest import ROOT, run_command
+
+SCRIPT = ROOT / "benchmarks" / "overhead.py"
+
+
+@pytest.fixture(scope="module")
+def overhead():
+    """The benchmark as a module, to try its arithmetic on times of ours."""
+    spec = importlib.util.spec_from_file_location("overhead", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["overhead"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["overhead"]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    file = tmp_path_factory.mktemp("benchmark") / "figures.json"
+    done = run_command([SCRIPT, "--quick", "--json", file])
+    assert done.code == 0, done.err[-3000:]
+    return done, file
+
+
+@pytest.mark.distributed
+def test_quick_run_measures_every_case_and_variant(quick):
+    figures = json.loads(quick[1].read_text())
+    assert [case["buckets"] for case in figures["cases"]] == [8, 8, 1]
+    assert len(figures["ranks"]) == 2
+    for blocks in figures["ranks"]:
+        seen = {(b["case"], b["round"], b["variant"]) for b in blocks}
+        assert len(seen) == len(blocks) == 3 * 3 * figures["plan"]["rounds"]
+        assert all(len(b["steps_us"]) == figures["plan"]["block_steps"] for b in blocks)
+
+
+@pytest.mark.distributed
+def test_quick_run_gives_no_verdict(quick):
+    verdicts = json.loads(quick[1].read_text())["result"]["verdicts"]
+    assert [v["shown"] for v in verdicts] == [None, None, None]
+    assert quick[0].out.count("too few rounds") == 3
+
+
+@pytest.mark.distributed
+def test_table_fits_80_columns_and_can_be_shown_again(quick):
+    done, file = quick
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert run_command([SCRIPT, "--read", file]).out == done.out
+
+
+def test_help_needs_no_torch_and_explains_the_table():
+    done = run_command(["-X", "importtime", SCRIPT, "--help"])
+    assert done.code == 0
+    assert "How to read the table" in done.out
+    assert "| torch" not in done.err
+
+
+@pytest.mark.parametrize("options", [("--rounds", "0"), ("--read", "nowhere.json")])
+def test_wrong_usage(options):
+    done = run_command([SCRIPT, *options])
+    assert done.code == 2
+    assert "Traceback" not in done.err
+
+
+def raw_times(overhead, *, per_step, per_bucket, rounds=36, noise=50):
+    """Times as ranks would measure them if the cost were known."""
+    random = np.random.default_rng(0)
+    blocks = []
+    for case in overhead.CASES:
+        for round_ in range(rounds):
+            for variant in overhead.VARIANTS:
+                cost = per_step + per_bucket * case.buckets if variant == "instrumented" else 0
+                steps = case.step_ms * 1000 + cost + random.normal(0, noise, 10)
+                blocks.append(
+                    {
+                        "case": case.name,
+                        "round": round_,
+                        "variant": variant,
+                        "steps_us": list(steps),
+                        "cpu_us": 2 * cost,
+                        "flush_us": 1.0,
+                    }
+                )
+    plan = {"rounds": rounds, "block_steps": 10, "warmup": 3}
+    return {"plan": plan, "cases": overhead._asdicts(overhead.CASES), "ranks": [blocks, blocks]}
+
+
+def test_planted_costs_are_found(overhead):
+    result = overhead.analyze(raw_times(overhead, per_step=100, per_bucket=30))
+    short, long, single = result.cases
+    assert short.cost_us.value == pytest.approx(340, abs=25)
+    assert long.cost_percent.value == pytest.approx(340 / 1080, abs=0.03)
+    assert single.bucket_us.value == pytest.approx(130, abs=25)
+    assert result.slope_us.value == pytest.approx(30, abs=6)
+    assert result.fixed_us.value == pytest.approx(100, abs=30)
+    assert result.cpu_slope_us.value == pytest.approx(60)
+    assert [v.shown for v in result.verdicts] == [True, True, True]
+
+
+def test_a_goal_that_is_missed_or_not_resolved_is_not_shown(overhead):
+    missed = overhead.analyze(raw_times(overhead, per_step=0, per_bucket=200))
+    assert [v.shown for v in missed.verdicts] == [False, False, False]
+    unclear = overhead.analyze(raw_times(overhead, per_step=0, per_bucket=0, noise=20_000))
+    assert not any(v.shown for v in unclear.verdicts)
+
+
+def test_orders_balance_place_and_predecessor(overhead):
+    for place in range(3):
+        assert sorted(order[place] for order in overhead.ORDERS) == [0, 0, 1, 1, 2, 2]
+    follows = sorted(pair for o in overhead.ORDERS for pair in zip(o[:-1], o[1:], strict=True))
+    assert follows == sorted(2 * [(a, b) for a in range(3) for b in range(3) if a != b])

@@ -1,0 +1,194 @@
+"""Weak and strong scaling against planted truth; the batch identity, right and wrong."""
+
+import pytest
+
+from tests.integration.conftest import run_command
+
+pytestmark = pytest.mark.distributed
+
+TIMED = ("--model", "timed:layers=4", "--steps", "5", "--warmup", "1", "--threads-per-rank", "1")
+STRONG = ("--global-batch", "32", "--micro-batch", "4")
+
+
+def near(planted, percent=10, floor_ms=3.0):
+    """The goal is 10 %; the floor is for a machine that does other work as well."""
+    return pytest.approx(planted, abs=planted * percent / 100 + floor_ms)
+
+
+@pytest.fixture(scope="module", params=["weak", "strong"])
+def planted(study, request):
+    """Twenty ms of data wait a micro-step and 40 ms of copying a step, at dp 2 only."""
+    batch = STRONG if request.param == "strong" else ()
+    done = study(
+        2,
+        *(*TIMED, *batch),
+        *("--plant", "part=data,ms=20,level_dp=2", "--plant", "part=copy,ms=40,level_dp=2"),
+    )
+    assert done.code == 0, done.err[-3000:]
+    return done.summary["levels"]
+
+
+def test_waterfall_terms_are_what_was_planted(planted):
+    level = planted[-1]
+    falls = level["waterfall_ms"]
+    assert falls["data"] == near(20 * level["accumulation"])
+    assert falls["exposed_copy"] == near(40)
+    # Four layers of 5 and 10 ms.
+    assert falls["bare"] == near(60 * level["accumulation"], percent=4)
+    for term in ("slower_compute", "contention", "optimizer", "other", "forward_comm"):
+        assert abs(falls[term]) < 6, term
+
+
+def test_waterfall_ends_at_the_measured_step_with_a_small_residual(planted):
+    for level in planted:
+        falls = dict(level["waterfall_ms"])
+        measured = falls.pop("measured")
+        assert measured == level["step_ms"]["mean"]
+        assert sum(falls.values()) == pytest.approx(measured, rel=1e-6)
+        assert abs(falls["residual"]) <= 0.02 * measured + 3
+
+
+def test_pop_factors_multiply_to_the_global_efficiency(planted):
+    for level in planted:
+        factors = dict(level["pop"])
+        product = 1.0
+        total = factors.pop("global_efficiency")
+        for value in factors.values():
+            product *= value
+        assert product == pytest.approx(total, rel=1e-9)
+
+
+def test_an_input_bound_job_has_low_input_and_unchanged_communication_efficiency(study):
+    quick = study(2, *TIMED)
+    slow = study(2, *TIMED, "--plant", "part=data,ms=60")
+    before, after = quick.level("dp2")["pop"], slow.level("dp2")["pop"]
+    assert after["input_efficiency"] == pytest.approx(0.5, abs=0.08)
+    assert before["input_efficiency"] > 0.95
+    assert after["communication_efficiency"] == pytest.approx(
+        before["communication_efficiency"], abs=0.08
+    )
+    limits = [f["message"] for f in slow.summary["findings"] if f["id"] == "limit"]
+    assert all("limited by input" in message for message in limits)
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny:layers=2,width=64", "mlp:width=64"])
+def test_strong_scaling_keeps_the_global_batch(study, model):
+    done = study(4, "--model", model, *STRONG, "--steps", "2", "--warmup", "1")
+    assert done.code == 0, done.err[-3000:]
+    levels = done.summary["levels"]
+    assert [(lv["dp"], lv["accumulation"]) for lv in levels] == [(1, 8), (2, 4), (4, 2)]
+    for level in levels:
+        check = level["batch_check"]
+        assert check["observed"] == 32
+        assert check["ranks_agree"] is True
+        assert check["gradient_max_rel_error"] <= 1e-5
+        assert check["gradient_factor"] == pytest.approx(1, abs=1e-5)
+        assert check["gradient_factor_name"] is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "level", "factor", "name"),
+    [
+        ("accumulation", "dp2-acc3", 3, "accumulation"),
+        ("dp", "dp2-acc3", 2, "dp"),
+        ("dp*accumulation", "dp2-acc3", 6, "dp x accumulation"),
+    ],
+)
+def test_a_loss_divided_wrongly_gives_the_factor_and_its_name(study, fault, level, factor, name):
+    done = study(
+        2,
+        *("--model", "mlp:width=64", "--accumulate", "3", "--micro-batch", "5", "--dp", "2"),
+        *("--steps", "1", "--warmup", "1", "--plant", f"loss={fault}"),
+    )
+    assert done.code == 0, done.err[-3000:]
+    check = done.level(level)["batch_check"]
+    assert check["gradient_factor"] == pytest.approx(factor, rel=1e-4)
+    assert name in check["gradient_factor_name"]
+    errors = [f for f in done.summary["findings"] if f["severity"] == "error"]
+    assert [f["id"] for f in errors] == ["gradient-scale"]
+    assert name in errors[0]["message"]
+
+
+def test_micro_batch_against_accumulation_at_one_global_batch(study):
+    done = study(
+        1,
+        *("--model", "mlp:width=64", "--global-batch", "32", "--accumulate", "1,4"),
+        *("--steps", "3", "--warmup", "1"),
+    )
+    levels = done.summary["levels"]
+    assert [(lv["micro_batch"], lv["accumulation"]) for lv in levels] == [(32, 1), (8, 4)]
+    found = [f for f in done.summary["findings"] if f["id"] == "accumulation-cost"]
+    assert len(found) == 1
+    assert "more per sample" in found[0]["message"]
+
+
+def test_repetitions_are_the_unit_of_the_interval(study):
+    done = study(2, "--model", "mlp:width=64", "--steps", "2", "--warmup", "1", "--repeat", "3")
+    assert done.code == 0, done.err[-3000:]
+    assert "3 repetitions" in done.summary["run"]["statistics_unit"]
+    for level in done.summary["levels"]:
+        assert level["repetitions"] == 3
+        assert level["steps"] == 6
+
+
+def test_allreduce_in_isolation(study):
+    done = study(2, *TIMED)
+    found = done.level("dp2")["allreduce"]
+    assert [size["bytes"] for size in found["sizes"]] == [4096 * 4**k for k in range(8)]
+    for size in found["sizes"]:
+        assert size["p10_ms"] <= size["time_ms"] <= size["p90_ms"]
+        # n = 2: 2(n-1)/n = 1.
+        assert size["busbw_gb_per_s"] == pytest.approx(size["algbw_gb_per_s"])
+        assert size["algbw_gb_per_s"] == pytest.approx(size["bytes"] / size["time_ms"] / 1e6)
+    assert [b["bytes"] for b in found["buckets"]] == [4 * 65536 * 4]
+    assert done.level("dp1")["allreduce"] is None
+
+
+def test_gradients_are_ready_from_the_last_layer_to_the_first(study):
+    ready = study(2, *TIMED).level("dp2")["gradient_ready"]
+    times = [parameter["ready_ms"] for parameter in ready]
+    assert len(times) == 4
+    assert times == sorted(times, reverse=True)
+    assert times[0] - times[-1] == near(30)
+
+
+WORLD = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999", "RANK": "0", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "words"),
+    [
+        (
+            7,
+            ("--global-batch", "256", "--micro-batch", "2", "--accumulate", "18", "--dp", "7"),
+            ("256", "2 x 18 x 7 = 252", "2 x 16 x 8 = 256"),
+        ),
+        (3, ("--global-batch", "32", "--micro-batch", "4", "--dp", "3"), ("4 x 3 x 3 = 36",)),
+        (2, ("--scaling", "strong"), ("--global-batch",)),
+        (2, ("--scaling", "weak", "--global-batch", "8"), ("grow",)),
+        (2, ("--scaling", "sideways"), ("weak, strong",)),
+        (1, ("--repeat", "0"), ("--repeat 0",)),
+        (1, ("--plant", "loss=nonsense"), ("nonsense",)),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_before_timing(
+    tmp_path, world, options, words
+):
+    env = WORLD | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    done = run_command(["-m", "ddp_profiler.run", "--out", tmp_path / "run", *options], env=env)
+    assert done.code == 2, done.err
+    assert len(done.err.strip().splitlines()) <= 2
+    for word in words:
+        assert word in done.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unmet_expectation_ends_with_exit_1_and_keeps_the_run(tmp_path):
+    argv = ["-m", "ddp_profiler.run", "--model", "mlp:width=64", "--steps", "1", "--warmup", "1"]
+    done = run_command([*argv, "--out", tmp_path / "a", "--expect-global-batch", "9"])
+    assert done.code == 1, done.err
+    assert "not 9 samples" in done.err
+    assert (tmp_path / "a" / "summary.json").exists()
+    assert '"status": "complete"' in (tmp_path / "a" / "run.json").read_text()
+    done = run_command([*argv, "--out", tmp_path / "b", "--expect-global-batch", "8"])
+    assert done.code == 0, done.err
