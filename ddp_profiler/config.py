@@ -35,6 +35,8 @@ class StudyConfig:
         warmup: Optimizer steps before that, recorded and left out by the analysis.
         precision: fp32, or autocast to bf16 or fp16 with fp32 parameters and gradients.
         bucket_cap_mb: Size limit of DDP's gradient buckets, in MB of 2**20 bytes.
+        allreduce_max_mb: Largest AllReduce in isolation, in MB of 2**20 bytes; 0 leaves the
+            sweep out.
         backend: nccl, gloo, or auto (nccl with a GPU for each rank, else gloo).
         threads_per_rank: Threads of each rank; cores shared out evenly where None.
         timeout_s: Seconds after which a rank gives up waiting for others.
@@ -60,6 +62,7 @@ class StudyConfig:
     warmup: int = 5
     precision: str = "fp32"
     bucket_cap_mb: float = 25.0
+    allreduce_max_mb: float = 64.0
     backend: str = "auto"
     threads_per_rank: int | None = None
     timeout_s: float = 300.0
@@ -90,6 +93,11 @@ class StudyConfig:
         if self.bucket_cap_mb <= 0:
             raise UsageError(
                 f"--bucket-cap-mb {self.bucket_cap_mb:g} is not above 0.", "DDP's default is 25."
+            )
+        if self.allreduce_max_mb < 0:
+            raise UsageError(
+                f"--allreduce-max-mb {self.allreduce_max_mb:g} is below 0.",
+                "0 leaves the sweep out.",
             )
         if self.timeout_s <= 0:
             raise UsageError(

@@ -152,6 +152,13 @@ _defaults = StudyConfig()
     help="Size limit of DDP's gradient buckets, in MB of 2^20 bytes.",
 )
 @click.option(
+    "--allreduce-max-mb",
+    type=float,
+    default=_defaults.allreduce_max_mb,
+    show_default=True,
+    help="Largest message of the AllReduce sweep in isolation; 0 leaves the sweep out.",
+)
+@click.option(
     "--backend",
     default=_defaults.backend,
     show_default=True,

@@ -36,11 +36,14 @@ class IsolatedAllReduce:
         self._group = group
         self._device = device
 
-    def sweep(self) -> None:
-        """Times sums of fp32 numbers from 4 KiB to 64 MiB."""
+    def sweep(self, largest: float) -> None:
+        """Times sums of fp32 numbers from 4 KiB up to ``largest`` bytes, 64 MiB at most.
+
+        Ends early where the link is so slow that one more AllReduce would take seconds.
+        """
         slowest = 0.0
         for nbytes in SWEEP_BYTES:
-            if slowest * 4 > _SKIP_ABOVE_S:
+            if nbytes > largest or slowest * 4 > _SKIP_ABOVE_S:
                 break
             slowest = self._size(nbytes)
         self._recorder.flush()

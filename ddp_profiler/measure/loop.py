@@ -259,8 +259,12 @@ class LevelRun:
         self.adapter.detach()
         self.recorder.flush()
 
+    def _syncs(self, micro_step: int) -> bool:
+        """Tells whether gradients are reduced in a micro-step: in the last one only."""
+        return micro_step == self.level.accumulation - 1
+
     def _sync_context(self, micro_step: int) -> AbstractContextManager[None]:
-        if micro_step == self.level.accumulation - 1:
+        if self._syncs(micro_step):
             return contextlib.nullcontext()
         context: AbstractContextManager[None] = self.ddp.no_sync()
         return context
@@ -297,7 +301,7 @@ class LevelRun:
                 loss = self._loss(self.ddp, batch, inputs)
                 delay("forward", step)
                 delay("between", step)
-                self._plant_in_backward(loss)
+                self._plant_in_backward(loss, self._syncs(micro_step))
                 self._backward(loss)
         self._optimize()
         delay("optimizer", step)
@@ -307,7 +311,7 @@ class LevelRun:
         return end
 
     def _instrumented_step(self, begin: Any) -> Any:
-        return self._observed_step(begin, self.ddp, self._sync_context)
+        return self._observed_step(begin, self.ddp, self._sync_context, reduces=True)
 
     def _bare_step(self, begin: Any) -> Any:
         """A step of the model without DDP, for dp = 1."""
@@ -323,6 +327,7 @@ class LevelRun:
         module: nn.Module,
         context: Callable[[int], AbstractContextManager[None]],
         *,
+        reduces: bool = False,
         optimize: bool = True,
     ) -> Any:
         recorder, mark, step = self.recorder, self.recorder.mark, self.step
@@ -339,7 +344,7 @@ class LevelRun:
                 delay("forward", step)
                 forward_end = mark()
                 delay("between", step)
-                self._plant_in_backward(loss)
+                self._plant_in_backward(loss, reduces and self._syncs(micro_step))
                 self._watch.watch(loss)
                 backward_begin = mark()
                 self._backward(loss)
@@ -370,12 +375,12 @@ class LevelRun:
             for index, (_, parameter) in enumerate(self._reduced())
         ]
 
-    def _plant_in_backward(self, loss: Tensor) -> None:
+    def _plant_in_backward(self, loss: Tensor, syncs: bool) -> None:
         """Plants delays inside backward, for tests: at its begin, and after DDP's last work."""
         step, delay = self.step, self._planter.delay
         if self._planter.ms("backward", step):
             loss.register_hook(lambda _: delay("backward", step))  # type: ignore[no-untyped-call]
-        if self._planter.ms("copy", step):
+        if syncs and self._planter.ms("copy", step):
             # The engine works callbacks off in order. DDP queues its own, which waits and
             # copies, at the last bucket; one queued from the first is therefore the last.
             loss.register_hook(  # type: ignore[no-untyped-call]

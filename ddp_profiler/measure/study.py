@@ -160,7 +160,7 @@ class Study:
             phase.name = f"level {level.id}, AllReduce in isolation"
             isolated = IsolatedAllReduce(recorder, group, session.device.device)
             recorder.begin_block(index, repetition, len(plan), Variant.ALLREDUCE)
-            isolated.sweep()
+            isolated.sweep(config.allreduce_max_mb * 2**20)
             recorder.begin_block(index, repetition, len(plan) + 1, Variant.BUCKETS)
             isolated.buckets(facts.bucket_bytes or ())
         block_ended()

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -38,24 +38,18 @@ _PART_STYLES: dict[str, tuple[str, str]] = {
     "backward_comm": ("#FFFFFF", "xx"),
     "exposed_wait": ("#E69F00", "\\\\"),
     "exposed_transfer": ("#D55E00", "///"),
-    "exposed_copy": ("#CC79A7", ".."),
+    "exposed_copy": ("#CC79A7", "...."),
     "optimizer": ("#009E73", "||"),
-    "other": ("#BBBBBB", ""),
+    "other": ("#FFFFFF", ""),
 }
 
-# Marker and dashes tell lines in grey.
-_LINE_STYLES = (
-    ("#0072B2", "o", "-"),
-    ("#D55E00", "s", "--"),
-    ("#009E73", "^", "-."),
-    ("#CC79A7", "D", ":"),
-    ("#000000", "v", "-"),
-    ("#E69F00", "P", "--"),
-    ("#56B4E9", "X", "-."),
-)
+# Marker and dashes tell lines in grey; their counts share no factor, so pairs repeat late.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_DASHES = ("-", "--", "-.", ":")
 
 _TOTAL, _LONGER, _SHORTER, _RESIDUAL = (
-    ("#555555", ""),
+    ("#333333", ""),
     ("#D55E00", ""),
     ("#A6D4F2", "//"),
     ("#FFFFFF", "xx"),
@@ -147,9 +141,9 @@ def scaling(summary: Summary) -> Figure | None:
     if not any(point.level.dp > 1 for point in points.values()):
         return None
     groups = _lines_over_dp([point.level for point in points.values()])
-    figure = _figure(9.6, max(4.2, 1.6 + 0.2 * len(groups)))
+    figure = _figure(9.6 if len(groups) == 1 else 11.0, max(4.2, 1.6 + 0.2 * len(groups)))
     left, right = figure.subplots(1, 2)
-    ends = []
+    reached, ends = [], []
     for number, (name, levels) in enumerate(groups.items()):
         line = [points[level.id] for level in levels]
         dps = [point.level.dp for point in line]
@@ -159,13 +153,16 @@ def scaling(summary: Summary) -> Figure | None:
             color="0.55",
             linestyle=(0, (1, 1.5)),
             linewidth=1.2,
+            marker="_",
             zorder=1,
-            gid="ideal",
+            label="ideal",
         )
-        left.plot(dps, [p.samples_per_s for p in line], **_line_style(number), gid=name)
-        right.plot(dps, [p.efficiency * 100 for p in line], **_line_style(number), gid=name)
+        left.plot(dps, [p.samples_per_s for p in line], **_line_style(number), label=name)
+        right.plot(dps, [p.efficiency * 100 for p in line], **_line_style(number), label=name)
         text = units.percent(line[-1].efficiency)
-        text = f"{name}\n{text}" if len(groups) > 1 else text
+        if len(groups) > 1:
+            text = f"{text}  {name}"
+            reached.append((dps[-1], line[-1].samples_per_s, name))
         ends.append((dps[-1], line[-1].efficiency * 100, text))
         if len(groups) == 1:
             for point in line:
@@ -182,7 +179,7 @@ def scaling(summary: Summary) -> Figure | None:
         _log2_ticks(axes, every_dp, [str(dp) for dp in every_dp], room=0.09)
         axes.set_xlabel("dp (data-parallel replicas)")
         axes.grid(axis="y", color="0.9", linewidth=0.6)
-    left.set_ylabel("throughput, samples/s")
+    left.set_ylabel("throughput, samples/s (log scale)")
     rates = [v for p in points.values() for v in (p.samples_per_s, p.ideal)]
     left.set_yscale("log")
     left.set_ylim(min(rates) / 1.4, max(rates) * 1.3)
@@ -194,7 +191,8 @@ def scaling(summary: Summary) -> Figure | None:
     right.axhline(100, color="0.55", linestyle=(0, (1, 1.5)), linewidth=1.2, zorder=1)
     right.set_ylabel("efficiency, % of ideal")
     right.set_ylim(0, max(110.0, max(p.efficiency for p in points.values()) * 108))
-    _label_ends(right, ends, two_lines=len(groups) > 1)
+    _label_ends(left, reached)
+    _label_ends(right, ends)
     _title(figure, _scaling_title(list(points.values())))
     return figure
 
@@ -215,26 +213,32 @@ def _scaling_title(points: Sequence[_Scaled]) -> str:
 
 
 def _lines_over_dp(levels: Sequence[LevelResult]) -> dict[str, list[LevelResult]]:
-    """Groups levels to lines by the settings that stay, in the way that gives the fewest lines."""
+    """Groups levels to lines by the settings that stay, in the way that gives the fewest lines.
 
-    def weak(level: LevelResult) -> str:
-        return f"micro-batch {level.micro_batch}, accumulation {level.accumulation}"
+    Lines are named by the settings in which they differ.
+    """
 
-    def strong(level: LevelResult) -> str:
-        return f"global batch {level.global_batch}, micro-batch {level.micro_batch}"
+    def weak(level: LevelResult) -> tuple[str, ...]:
+        return f"micro-batch {level.micro_batch}", f"accumulation {level.accumulation}"
 
-    def split(level: LevelResult) -> str:
-        return f"global batch {level.global_batch}, accumulation {level.accumulation}"
+    def strong(level: LevelResult) -> tuple[str, ...]:
+        return f"global batch {level.global_batch}", f"micro-batch {level.micro_batch}"
 
-    several = len({level.placement for level in levels if level.dp > 1}) > 1
+    def split(level: LevelResult) -> tuple[str, ...]:
+        return f"global batch {level.global_batch}", f"accumulation {level.accumulation}"
+
     candidates = []
     for rule in (weak, strong, split):
-        groups: dict[str, list[LevelResult]] = {}
+        groups: dict[tuple[str, ...], list[LevelResult]] = {}
         for level in sorted(levels, key=lambda lv: lv.dp):
-            name = rule(level) + (f", {_literal(level.placement)}" if several else "")
-            groups.setdefault(name, []).append(level)
+            groups.setdefault((*rule(level), _literal(level.placement)), []).append(level)
         candidates.append(groups)
-    return min(candidates, key=len)
+    fewest = min(candidates, key=len)
+    shared = set.intersection(*(set(key) for key in fewest)) if len(fewest) > 1 else set()
+    return {
+        ", ".join(word for word in key if word not in shared): members
+        for key, members in fewest.items()
+    }
 
 
 def waterfall(summary: Summary) -> Figure | None:
@@ -256,13 +260,13 @@ def waterfall(summary: Summary) -> Figure | None:
     level, terms = max(complete, key=lambda item: item[0].dp)
     figure = _figure(max(6.0, 0.9 + 0.66 * len(terms)), 4.6)
     axes = figure.add_subplot()
-    reached = 0.0
+    reached, last = 0.0, None
     edges = [0.0]
     for i, (name, maybe) in enumerate(terms.items()):
         value = _known(maybe)
         total = name in ("bare", "measured")
         if value is None:
-            _note(axes, "not\nknown", (i, reached), (0, 3), ha="center", va="bottom")
+            _note(axes, "not\nknown", (i, reached), (0, 4), ha="center", va="bottom")
             continue
         start = 0.0 if total else reached
         color, hatch = _term_style(name, value)
@@ -275,11 +279,11 @@ def waterfall(summary: Summary) -> Figure | None:
             hatch=hatch,
             edgecolor="black",
             linewidth=0.8,
-            gid=name,
+            label=name,
         )
-        if i:
-            axes.plot([i - 1 + 0.33, i - 0.33], [reached, reached], color="0.4", linewidth=0.7)
-        reached = start + value
+        if last is not None:
+            axes.plot([last + 0.33, i - 0.33], [reached, reached], color="0.4", linewidth=0.7)
+        last, reached = i, start + value
         edges.append(reached)
         down = value < 0
         _note(
@@ -291,7 +295,7 @@ def waterfall(summary: Summary) -> Figure | None:
             va="top" if down else "bottom",
         )
     low, high = min(edges[1:]), max(edges)
-    cut = low > 0.4 * high
+    cut = low > 0.6 * high
     room = (high - low if cut else high - min(edges)) or high or 1.0
     floor = low - 0.45 * room if cut and low - 0.45 * room > 0 else min(0.0, low - 0.1 * room)
     axes.set_ylim(floor, high + 0.1 * room)
@@ -339,6 +343,11 @@ def _term_style(name: str, value: float) -> tuple[str, str]:
     return _SHORTER if value < 0 else _LONGER
 
 
+def _short(value: float) -> str:
+    """Returns a number with three significant digits, or two where it is small."""
+    return units.ms(value) if value >= 0.1 else units.significant(value)
+
+
 def _signed(value: float) -> str:
     text = units.ms(value)
     if text.strip("-0.") == "":
@@ -355,7 +364,7 @@ def _gap(axes: Axes, x: float) -> None:
         color="white",
         linewidth=5,
         solid_capstyle="butt",
-        gid="gap",
+        label="gap",
     )
 
 
@@ -387,13 +396,19 @@ def allreduce(summary: Summary) -> Figure | None:
         sizes, buckets = _usable(result.sizes), _usable(result.buckets)
         widths = [size.busbw_gb_per_s for size in sizes]
         if sizes:
-            axes.plot([size.bytes for size in sizes], widths, **style, gid=name)
+            axes.plot([size.bytes for size in sizes], widths, **style, label=name, clip_on=False)
             tallest = max(tallest, *widths)
             band = [(size.bytes, *between) for size in sizes if (between := _busbw_band(size))]
             if len(band) > 1:
                 nbytes, low, high = zip(*band, strict=True)
                 axes.fill_between(
-                    nbytes, low, high, color=style["color"], alpha=0.15, linewidth=0, gid=name
+                    nbytes,
+                    low,
+                    high,
+                    color=style["color"],
+                    alpha=0.15 if len(groups) <= 3 else 0.08,
+                    linewidth=0,
+                    label=name,
                 )
                 tallest = max(tallest, *high)
                 banded = True
@@ -408,7 +423,7 @@ def allreduce(summary: Summary) -> Figure | None:
                 markeredgecolor=style["color"],
                 markeredgewidth=1.8,
                 zorder=4,
-                gid=f"{name} buckets",
+                label=f"{name} buckets",
             )
             tallest = max(tallest, *(bucket.busbw_gb_per_s for bucket in buckets))
             bucketed = True
@@ -416,7 +431,7 @@ def allreduce(summary: Summary) -> Figure | None:
         last = max(sizes or buckets, key=lambda size: size.bytes)
         ends.append((last.bytes, last.busbw_gb_per_s, name))
         fastest = max(size.busbw_gb_per_s for size in sizes or buckets)
-        best.append(f"{units.significant(fastest)} GB/s at {name}")
+        best.append(f"{_short(fastest)} GB/s at {name}")
     ticks = sorted(every_size)
     _log2_ticks(axes, ticks, [_binary(size) for size in ticks], room=0.1)
     axes.set_xlabel(
@@ -500,22 +515,16 @@ def batch_split(summary: Summary) -> Figure | None:
     for number, ((dp, batch, _), levels) in enumerate(groups.items()):
         steps = [(lv, lv.step_ms) for lv in levels if lv.step_ms is not None]
         costs = [step.mean / batch for _, step in steps]
-        below = [max(0.0, (step.mean - step.p10) / batch) for _, step in steps]
-        above = [max(0.0, (step.p90 - step.mean) / batch) for _, step in steps]
+        low = [step.p10 / batch for _, step in steps]
+        high = [step.p90 / batch for _, step in steps]
         name = names[dp, batch, levels[0].placement]
-        drawn = axes.errorbar(
-            [lv.accumulation for lv, _ in steps],
-            costs,
-            yerr=[below, above],
-            capsize=3,
-            elinewidth=0.9,
-            **_line_style(number),
-        )
-        drawn.lines[0].set_gid(name)
-        highest = max(highest, *(c + a for c, a in zip(costs, above, strict=True)))
-        ends.append((steps[-1][0].accumulation, costs[-1], f"{name}: {units.ms(costs[-1])}"))
+        at, style = [lv.accumulation for lv, _ in steps], _line_style(number)
+        axes.plot(at, costs, **style, label=name)
+        axes.vlines(at, low, high, color=style["color"], linewidth=1.2, label=name)
+        highest = max(highest, *costs, *high)
+        ends.append((at[-1], costs[-1], f"{name}: {_short(costs[-1])} ms"))
         best = min(levels, key=lambda lv: lv.step_ms.mean if lv.step_ms else math.inf)
-        cheapest.append(f"{best.micro_batch} x {best.accumulation} at {name}")
+        cheapest.append(f"{best.micro_batch}x{best.accumulation} at {name}")
     every = sorted({lv.accumulation for levels in groups.values() for lv in levels})
     rows = [{lv.accumulation: str(lv.micro_batch) for lv in levels} for levels in groups.values()]
     labels = ["\n".join([str(k), *(row.get(k, "") for row in rows)]) for k in every]
@@ -534,11 +543,20 @@ def batch_split(summary: Summary) -> Figure | None:
         parse_math=False,
     )
     axes.set_ylabel("ms a sample (step / global batch)")
-    axes.set_ylim(0, highest * 1.08)
+    axes.set_ylim(0, highest * 1.15)
     axes.grid(axis="y", color="0.9", linewidth=0.6)
     _label_ends(axes, ends)
+    axes.text(
+        0.01,
+        0.98,
+        "bars: 10th to 90th percentile of steps",
+        transform=axes.transAxes,
+        fontsize=8.5,
+        va="top",
+        bbox={"facecolor": axes.get_facecolor(), "linewidth": 0, "pad": 1.5},
+    )
     shown = cheapest if len(cheapest) <= 3 else [cheapest[0], cheapest[-1]]
-    _title(figure, f"Cheapest micro-batch x accumulation: {', '.join(shown)}")
+    _title(figure, f"Cheapest measured micro-batch x accumulation: {', '.join(shown)}")
     return figure
 
 
@@ -628,13 +646,12 @@ def _note(
     )
 
 
-class _LineStyle(dict[str, object]):
-    """Keyword arguments of a line."""
-
-
-def _line_style(number: int) -> dict[str, str]:
-    color, marker, dashes = _LINE_STYLES[number % len(_LINE_STYLES)]
-    return {"color": color, "marker": marker, "linestyle": dashes}
+def _line_style(number: int) -> dict[str, Any]:
+    return {
+        "color": _COLORS[number % len(_COLORS)],
+        "marker": _MARKERS[number % len(_MARKERS)],
+        "linestyle": _DASHES[number % len(_DASHES)],
+    }
 
 
 def _thin_hatches(patches: Iterable[Patch]) -> None:
@@ -662,19 +679,16 @@ def _log2_ticks(axes: Axes, at: Sequence[int], labels: Sequence[str], room: floa
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _label_ends(
-    axes: Axes, ends: Sequence[tuple[float, float, str]], *, two_lines: bool = False
-) -> None:
+def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
     """Names lines at the right of the axes, pushed apart where they would overlap.
 
     Args:
         axes: The axes, with their limits set.
         ends: x and y of each line's last point, and its name.
-        two_lines: Whether names have two lines.
     """
     to_axes = axes.transData + axes.transAxes.inverted()
     inches = axes.figure.get_figheight() - 1.5  # type: ignore[union-attr]
-    gap = min((27 if two_lines else 14) / 72 / inches, 1 / max(len(ends) - 1, 1))
+    gap = min(14 / 72 / inches, 1 / max(len(ends) - 1, 1))
     wanted = sorted((float(to_axes.transform((x, y))[1]), x, y, text) for x, y, text in ends)
     heights = [height for height, *_ in wanted]
     for _ in range(200):
@@ -686,7 +700,7 @@ def _label_ends(
                 moved = True
         if not moved:
             break
-    top = max(0.0, heights[-1] - 1.0)
+    top = max(0.0, heights[-1] - 1.0) if heights else 0.0
     for height, (_, x, y, text) in zip(heights, wanted, strict=True):
         axes.annotate(
             text,
@@ -696,6 +710,12 @@ def _label_ends(
             ha="left",
             va="center",
             fontsize=9,
-            arrowprops={"arrowstyle": "-", "linewidth": 0.6, "color": "0.5", "shrinkB": 5},
+            arrowprops={
+                "arrowstyle": "-",
+                "linewidth": 0.6,
+                "color": "0.5",
+                "shrinkB": 5,
+                "relpos": (0, 0.5),
+            },
             parse_math=False,
         )

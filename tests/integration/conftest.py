@@ -56,7 +56,8 @@ def study(tmp_path_factory):
         if key not in known:
             folder = tmp_path_factory.mktemp("study") / "run"
             argv = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-            argv += ["-m", "ddp_profiler.run", "--out", folder, *options]
+            argv += ["-m", "ddp_profiler.run", "--out", folder]
+            argv += ["--allreduce-max-mb", "0.1", *options]
             finished = run_command(argv, **keywords)
             finished.folder = folder
             known[key] = finished

@@ -1,6 +1,7 @@
 """The benchmarks run and give all that they promise; no figure of theirs is judged here."""
 
 import importlib.util
+import itertools
 import json
 import sys
 
@@ -115,5 +116,5 @@ def test_a_goal_that_is_missed_or_not_resolved_is_not_shown(overhead):
 def test_orders_balance_place_and_predecessor(overhead):
     for place in range(3):
         assert sorted(order[place] for order in overhead.ORDERS) == [0, 0, 1, 1, 2, 2]
-    follows = sorted(pair for o in overhead.ORDERS for pair in zip(o[:-1], o[1:], strict=True))
+    follows = sorted(pair for o in overhead.ORDERS for pair in itertools.pairwise(o))
     assert follows == sorted(2 * [(a, b) for a in range(3) for b in range(3) if a != b])
