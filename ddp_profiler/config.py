@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ SCALINGS = ("weak", "strong")
 BACKENDS = ("auto", "nccl", "gloo")
 DEFAULT_MODEL = "gpt-tiny"
 DEFAULT_MICRO_BATCH = 8
+_LONGEST_TIMEOUT_S = 30 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -90,18 +92,20 @@ class StudyConfig:
             _unique_positive("--accumulate", self.accumulate)
         if self.dp is not None:
             _unique_positive("--dp", self.dp)
-        if self.bucket_cap_mb <= 0:
+        if not 0 < self.bucket_cap_mb < math.inf:
             raise UsageError(
-                f"--bucket-cap-mb {self.bucket_cap_mb:g} is not above 0.", "DDP's default is 25."
+                f"--bucket-cap-mb {self.bucket_cap_mb:g} is no size above 0.",
+                "DDP's default is 25.",
             )
-        if self.allreduce_max_mb < 0:
+        if not 0 <= self.allreduce_max_mb < math.inf:
             raise UsageError(
-                f"--allreduce-max-mb {self.allreduce_max_mb:g} is below 0.",
+                f"--allreduce-max-mb {self.allreduce_max_mb:g} is no size of 0 or more.",
                 "0 leaves the sweep out.",
             )
-        if self.timeout_s <= 0:
+        if not 0 < self.timeout_s <= _LONGEST_TIMEOUT_S:
             raise UsageError(
-                f"--timeout {self.timeout_s:g} is not above 0.", "It is a time in seconds."
+                f"--timeout {self.timeout_s:g} is no time between 0 and {_LONGEST_TIMEOUT_S:g} s.",
+                "It is a time in seconds.",
             )
         _one_of("--precision", self.precision, PRECISIONS)
         _one_of("--backend", self.backend, BACKENDS)

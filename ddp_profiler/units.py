@@ -62,3 +62,12 @@ def significant(value: float | None) -> str:
     ('1.2e-05', '-')
     """
     return NOTHING if value is None else f"{value:.2g}"
+
+
+def printable(text: object) -> str:
+    """Returns a text from a file with its control characters escaped, safe for a terminal.
+
+    >>> printable("a\x1b[31mb")
+    'a\\x1b[31mb'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))

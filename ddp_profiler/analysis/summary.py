@@ -363,6 +363,8 @@ def _breakdowns(ranks: Sequence[Steps], dp: int, comparable: bool) -> list[Break
 
 def _latest_local_end(ranks: Sequence[Steps]) -> list[npt.NDArray[np.int64]]:
     """Returns, for each rank's backward calls, the latest end of local backward of all ranks."""
+    if not ranks:
+        return []
     keys = np.concatenate([steps.backwards.key for steps in ranks])
     ends = np.concatenate([steps.backwards.local_end for steps in ranks])
     unique, inverse = np.unique(keys, return_inverse=True)

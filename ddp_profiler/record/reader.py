@@ -106,16 +106,20 @@ def read_rank(folder: Path, rank: int) -> RankSpans:
                     batch.validate(full=True)
                 except StopIteration:
                     break
-                except (pa.ArrowInvalid, OSError):
+                except Exception:
+                    # On damaged bytes Arrow raises errors of many kinds.
                     complete = False
                     break
                 batches.append(batch)
             complete = complete and _ended(path)
     except FileNotFoundError:
         raise InputError(f"{path} is missing.", "The record of this rank was lost.") from None
-    except (pa.ArrowInvalid, OSError) as error:
+    except InputError:
+        raise
+    except Exception as error:
+        cause = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"{path} is not a span stream: {str(error).splitlines()[0]}.",
+            f"{path} is not a span stream: {cause}.",
             "The file is damaged or was not written by ddp_profiler.",
         ) from None
     table = pa.Table.from_batches(batches, schema=SPAN_SCHEMA)

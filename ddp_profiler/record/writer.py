@@ -40,6 +40,9 @@ class SpanWriter:
         }
         self._sink = pa.OSFile(str(paths.rank_file(folder, rank)), "wb")
         self._stream = pa.ipc.new_stream(self._sink, SPAN_SCHEMA.with_metadata(metadata))
+        # Arrow writes the schema with the first batch: an empty one makes the file readable
+        # from the start.
+        self.write({field.name: [] for field in SPAN_SCHEMA})
 
     def write(self, columns: Mapping[str, Sequence[int | None]]) -> None:
         """Writes one batch of spans: a sequence for each of ``SPAN_COLUMNS``, of equal length."""

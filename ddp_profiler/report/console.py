@@ -44,12 +44,12 @@ def render(summary: Summary, *, color: bool = False) -> str:
         emoji=False,
     )
     for line in _heading(summary):
-        console.print(Text(line))
+        console.print(Text(units.printable(line)))
     levels = summary.levels
     for start in range(0, len(levels), _LEVELS_PER_TABLE):
         console.print(_table(levels[start : start + _LEVELS_PER_TABLE]))
     for line in _footnotes(summary):
-        console.print(Text(line))
+        console.print(Text(units.printable(line)))
     return output.getvalue()
 
 
@@ -71,11 +71,15 @@ def _table(levels: Sequence[LevelResult]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("ms a step", no_wrap=True)
     for level in levels:
-        table.add_column(level.id, justify="right", no_wrap=True)
+        table.add_column(units.printable(level.id), justify="right", no_wrap=True)
 
     def row(label: str, cell: Callable[[LevelResult], str], style: str = "") -> None:
         table.add_row(label, *(cell(level) for level in levels), style=style)
 
+    row(
+        "micro-batch x accum. x dp",
+        lambda v: f"{v.micro_batch} x {v.accumulation} x {v.dp}",
+    )
     row("global batch (samples)", _batch)
     if any(level.batch_check.ranks_agree is not None for level in levels):
         row("  gradient error", _gradient_error)
@@ -107,7 +111,7 @@ def _table(levels: Sequence[LevelResult]) -> Table:
 
 
 def _batch(level: LevelResult) -> str:
-    text = f"{level.micro_batch}x{level.accumulation}x{level.dp}={level.global_batch}"
+    text = str(level.global_batch)
     check = level.batch_check
     if check.ok is None:
         return f"{text} ?"

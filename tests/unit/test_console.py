@@ -31,16 +31,27 @@ def make_level(**changes) -> LevelResult:
         "accumulation": 1,
         "global_batch": 16,
         "steps": 20,
+        "repetitions": 1,
         "warmup_steps": 5,
         "warmup_ms": 500.0,
         "step_ms": Distribution(79.0, 78.5, 77.0, 81.0, (77.7, 79.3)),
         "instrumented_step_ms": Distribution(80.0, 79.5, 78.0, 82.0, (78.7, 80.3)),
         "samples_per_s": 203.8,
         "tokens_per_s": None,
+        "mfu": None,
         "breakdown_ms": BREAKDOWN,
         "comm": Communication(18.0, 10.8, 0.6, 25_000_000, 4, 4.0, 0, {}),
-        "batch_check": BatchCheck(None, 16, 16, True, None, None, ()),
+        "batch_check": BatchCheck(None, 16, 16, True, None, None, None, None, None, ()),
         "overhead": Overhead(78.5, 79.5, 1.3, (-0.2, 2.4)),
+        "allreduce": None,
+        "gradient_ready": (),
+        "costs_ms": None,
+        "contention_ms": None,
+        "wrapper_ms": None,
+        "speedup": None,
+        "efficiency": None,
+        "pop": None,
+        "waterfall_ms": None,
         "ranks": (),
         "notes": (),
         **changes,
@@ -72,7 +83,7 @@ def empty_level(**changes) -> LevelResult:
         samples_per_s=None,
         breakdown_ms=dict.fromkeys(PARTS),
         comm=Communication(None, None, None, None, None, None, 0, {}),
-        batch_check=BatchCheck(None, 16, None, None, None, None, ()),
+        batch_check=BatchCheck(None, 16, None, None, None, None, None, None, None, ()),
         overhead=None,
         **changes,
     )
@@ -93,7 +104,7 @@ def test_figures():
     assert text.splitlines()[0] == "gpt-tiny on 2 ranks, gloo, cpu, fp32, 1 threads a rank"
     expected = {
         "ms a step": ["dp2"],
-        "global batch (samples)": ["8x1x2=16", "ok"],
+        "global batch (samples)": ["16", "ok"],
         "step, plain (median)": ["78.5"],
         "95 % interval": ["77.7..79.3"],
         "samples/s": ["203.8"],
@@ -110,7 +121,7 @@ def test_figures():
         "hidden by backward": ["60", "%"],
         "collectives / buckets": ["4", "/", "4"],
         "gradients reduced": ["25.0", "MB"],
-        "cost of measuring": ["+1.3%", "[-0.2,+2.4]"],
+        "cost of measuring": ["+1.3", "%"],
     }
     assert {label: cells(text, label) for label in expected} == expected
     assert "tokens/s" not in text
@@ -144,14 +155,14 @@ def test_what_does_not_apply_is_a_dash():
         "cost of measuring",
     ):
         assert cells(text, label) == ["-"], label
-    assert cells(text, "global batch (samples)") == ["8x1x2=16", "?"]
+    assert cells(text, "global batch (samples)") == ["16", "?"]
 
 
 def test_batch_that_is_not_as_configured():
-    check = BatchCheck(None, 16, 15, False, None, None, ("Observed 15 samples.",))
+    check = BatchCheck(None, 16, 15, False, None, None, None, None, None, ("Observed 15 samples.",))
     text = console.render(make_summary(make_level(batch_check=check)))
-    assert cells(text, "global batch (samples)") == ["8x1x2=16", "SAW", "15"]
-    assert "dp2: Observed 15 samples." in text
+    assert cells(text, "global batch (samples)") == ["16", "SAW", "15"]
+    assert "note: Observed 15 samples." in text
 
 
 def test_notes_and_findings():
@@ -160,7 +171,7 @@ def test_notes_and_findings():
     text = console.render(make_summary(level, findings=(finding,), notes=("of the run",)))
     # Long lines are broken between words.
     flat = " ".join(text.split())
-    assert "dp2: a note" in flat
+    assert "note: a note" in flat
     assert "dp2: 3 collectives were never seen to complete" in flat
     assert "note: of the run" in flat
     assert "warning: Rank 3 is slow. (30 ms later)" in flat
@@ -187,7 +198,7 @@ def test_no_levels():
 
 def realistic(dp: int) -> LevelResult:
     """Figures of a large, noisy run: as wide as they get in practice."""
-    check = BatchCheck(None, 16 * 4 * dp, 16 * 4 * dp, True, None, None, ())
+    check = BatchCheck(None, 16 * 4 * dp, 16 * 4 * dp, True, None, None, None, None, None, ())
     return make_level(
         id=f"dp{dp}-acc16",
         dp=dp,
@@ -212,13 +223,13 @@ def test_wide_figures_fit():
     assert max(map(width, text.splitlines())) <= 80
 
 
-@pytest.mark.xfail(strict=True, reason="four columns of wide figures are cut at 80 columns")
 def test_no_figure_is_cut():
     text = console.render(make_summary(*(realistic(dp) for dp in (1, 2, 4, 8))))
     assert "…" not in text
-    assert text.count("[-21.2,+25.4]") == 4
+    assert text.count("-21.2..+25.4") == 4
     for dp in (1, 2, 4, 8):
-        assert f"16x4x{dp}={64 * dp} ok" in text
+        assert f"16 x 4 x {dp}" in text
+        assert f"{64 * dp} ok" in text
 
 
 def test_colour_only_where_asked_for():
@@ -231,7 +242,6 @@ def test_colour_only_where_asked_for():
 HOSTILE = "a\x1b[2J\x1b]0;owned\x07\rb\x9b31m\x08"
 
 
-@pytest.mark.xfail(strict=True, reason="control characters are passed on")
 @pytest.mark.parametrize(
     "summary",
     [

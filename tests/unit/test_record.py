@@ -133,7 +133,6 @@ def test_each_batch_is_on_disk_once_it_is_written(tmp_path):
     assert reader.read_rank(tmp_path, 0).complete
 
 
-@pytest.mark.xfail(strict=True, reason="Arrow writes the schema with the first batch only")
 def test_stream_is_readable_before_its_first_batch(tmp_path):
     writer.write_run_info(tmp_path, run_info(world_size=2))
     write_stream(tmp_path, [batch(0)])
@@ -145,7 +144,6 @@ def test_stream_is_readable_before_its_first_batch(tmp_path):
     spans.close()
 
 
-@pytest.mark.xfail(strict=True, reason="only ArrowInvalid and OSError are caught")
 def test_stream_with_a_wrong_byte_anywhere(run):
     path = paths.rank_file(run, 0)
     whole = path.read_bytes()

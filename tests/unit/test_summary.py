@@ -266,7 +266,6 @@ def test_failures_are_told(columns):
     )
 
 
-@pytest.mark.xfail(strict=True, reason="no latest end of local backward among no ranks")
 def test_level_that_was_not_reached(columns):
     levels = (*run_info().levels, LevelSettings("dp2-acc4", 2, 8, 4, "packed", (0, 1)))
     empty = summarize_run(run_info(status="running", levels=levels), columns).levels[1]
@@ -275,7 +274,6 @@ def test_level_that_was_not_reached(columns):
     assert (empty.samples_per_s, empty.overhead, empty.ranks) == (None, None, ())
 
 
-@pytest.mark.xfail(strict=True, reason="the breakdown takes steps that not all ranks have")
 def test_parts_sum_also_where_a_rank_was_cut(columns):
     longer = Spans()
     add_instrumented(longer, 0, 0, 65)
