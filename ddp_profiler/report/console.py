@@ -68,7 +68,7 @@ def _heading(summary: Summary) -> list[str]:
 
 
 def _table(levels: Sequence[LevelResult]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("ms a step", no_wrap=True)
     for level in levels:
         table.add_column(units.printable(level.id), justify="right", no_wrap=True)
@@ -77,7 +77,7 @@ def _table(levels: Sequence[LevelResult]) -> Table:
         table.add_row(label, *(cell(level) for level in levels), style=style)
 
     row(
-        "micro-batch x accum. x dp",
+        "micro-batch x acc. x dp",
         lambda v: f"{v.micro_batch} x {v.accumulation} x {v.dp}",
     )
     row("global batch (samples)", _batch)
