@@ -65,7 +65,7 @@ def significant(value: float | None) -> str:
 
 
 def printable(text: object) -> str:
-    """Returns a text from a file with its control characters escaped, safe for a terminal.
+    r"""Returns a text from a file with its control characters escaped, safe for a terminal.
 
     >>> printable("a\x1b[31mb")
     'a\\x1b[31mb'

@@ -25,9 +25,11 @@ class Clock(Protocol):
         ...
 
 
-def monotonic_clock() -> int:
-    """Returns CLOCK_MONOTONIC in ns: common to the processes of one host only."""
-    return time.monotonic_ns()
+monotonic_clock: Clock = time.monotonic_ns
+"""CLOCK_MONOTONIC in ns: common to the processes of one host only.
+
+The built-in itself and no function around it: a mark is made without a Python frame.
+"""
 
 
 class Timeline(Protocol):

@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from time import monotonic_ns
 
-from ddp_profiler.measure.clock import Mark, Timeline, monotonic_clock
+from ddp_profiler.measure.clock import Mark, Timeline
 from ddp_profiler.schema import SPAN_COLUMNS, SpanKind, Variant
 
 Columns = Mapping[str, Sequence[int | None]]
@@ -47,10 +46,7 @@ class Recorder:
 
     def __init__(self, timeline: Timeline, sink: Callable[[Columns], None]) -> None:
         self.timeline = timeline
-        # The same clock without a Python frame; see ddp_adapter's _end_with for why it matters.
-        self.mark: Callable[[], Mark] = (
-            monotonic_ns if timeline.mark is monotonic_clock else timeline.mark
-        )
+        self.mark = timeline.mark
         self.step = -1
         self.micro_step = -1
         self._sink = sink

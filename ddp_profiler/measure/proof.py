@@ -187,7 +187,8 @@ def compare_gradients(
     throughout it is max|difference|. A tensor whose reference is below 1e-5 of the largest
     one holds rounding only, as a bias before a normalisation does, and is divided by that
     largest one. The factor is <gradient, reference> / <reference, reference> over all
-    tensors in float64, and has a name only if what it does not explain is below 1e-3.
+    tensors in float64, and has a name only if what it does not explain is below 1e-3 (16
+    roundings of the gradients' type, where that is more).
 
     Args:
         gradients: As reduced.
@@ -242,14 +243,14 @@ def compare_gradients(
     factor = sum(p for p, _ in products) / sum(q for _, q in products)
     # Types with fewer digits round by more.
     eps = max((torch.finfo(g.dtype).eps for g in gradients.values() if g is not None), default=0)
-    tolerance = max(_TOLERANCE, 4 * eps)
+    tolerance, rounding = max(_TOLERANCE, 4 * eps), max(_TOLERANCE, 16 * eps)
     if abs(factor - 1) <= tolerance:
-        if error > tolerance and must_be_equal:
+        if error > rounding and must_be_equal:
             notes.append(_UNEXPLAINED)
         return BatchProof(None, error, worst_tensor, factor, None, tuple(notes))
     residual = worst(factor)[0] if factor else 1.0
     factor_name = None
-    if residual > tolerance:
+    if residual > rounding:
         notes += [_UNEXPLAINED] if must_be_equal else []
     else:
         factor_name = name_factor(factor, level, tolerance)

@@ -83,7 +83,7 @@ def _table(levels: Sequence[LevelResult]) -> Table:
     row("global batch (samples)", _batch)
     if any(level.batch_check.ranks_agree is not None for level in levels):
         row("  gradient error", _gradient_error)
-    row("step, plain (median)", lambda v: units.ms(v.step_ms.median if v.step_ms else None), "bold")
+    row("plain step (median)", lambda v: units.ms(v.step_ms.median if v.step_ms else None), "bold")
     row("  95 % interval", _interval)
     row("samples/s", lambda v: units.rate(v.samples_per_s))
     if any(level.efficiency is not None for level in levels):
@@ -94,7 +94,7 @@ def _table(levels: Sequence[LevelResult]) -> Table:
         row("tokens/s", lambda v: units.rate(v.tokens_per_s))
     table.add_section()
     row(
-        "step, instrumented (mean)",
+        "instrumented step (mean)",
         lambda v: units.ms(v.instrumented_step_ms.mean if v.instrumented_step_ms else None),
         "bold",
     )

@@ -105,10 +105,10 @@ def test_figures():
     expected = {
         "ms a step": ["dp2"],
         "global batch (samples)": ["16", "ok"],
-        "step, plain (median)": ["78.5"],
+        "plain step (median)": ["78.5"],
         "95 % interval": ["77.7..79.3"],
         "samples/s": ["203.8"],
-        "step, instrumented (mean)": ["80.0"],
+        "instrumented step (mean)": ["80.0"],
         "data": ["1.50", "2%"],
         "forward comm": ["0.50", "1%"],
         "backward": ["40.0", "50%"],
@@ -143,10 +143,10 @@ def test_what_does_not_apply_is_a_dash():
     assert "None" not in text
     assert "nan" not in text.lower()
     for label in (
-        "step, plain (median)",
+        "plain step (median)",
         "95 % interval",
         "samples/s",
-        "step, instrumented (mean)",
+        "instrumented step (mean)",
         *(part.replace("_", " ") for part in PARTS),
         "comm in flight",
         "hidden by backward",
