@@ -9,9 +9,10 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 ARGS ?=
 # Options of pytest: make test PYTEST_ARGS="-k parts"
 PYTEST_ARGS ?=
-# Where the CPU build of torch is found. Plain PyPI has the CUDA build of several GB for Linux,
-# which a machine without a GPU has no use for. Empty: plain PyPI everywhere.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# One more index to find torch in. On Linux plain PyPI has the CUDA build of several GB; a machine
+# without a GPU is better served by the CPU wheels that pytorch.org offers:
+# make run TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 
 # Installed again only when these change.
 SOURCES_OF_INSTALL := pyproject.toml constraints.txt
@@ -67,13 +68,11 @@ $(BIN)/python:
 		fi; fi
 	$(PYTHON) -m venv $(VENV)
 
-# torch first and alone, as the CPU index is asked for nothing else. Where that cannot be reached,
-# pip says so and takes what PyPI has. Its dependencies come with the next step.
+# torch first and alone: the other index is asked for nothing else, and with the pinned version in
+# place nothing that follows can bring another. Its dependencies come with the next step.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
-	@if [ -n "$(TORCH_INDEX)" ] && [ "$$(uname -s)" = Linux ] && ! nvidia-smi -L >/dev/null 2>&1; \
-	then set -x; $(BIN)/pip install -q --no-deps --retries 1 --timeout 20 -c constraints.txt \
-		--extra-index-url $(TORCH_INDEX) torch; \
-	else set -x; $(BIN)/pip install -q --no-deps -c constraints.txt torch; fi
+	$(BIN)/pip install -q --no-deps -c constraints.txt \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	@touch $@
 
 $(VENV)/.installed: $(SOURCES_OF_INSTALL) $(VENV)/.torch
