@@ -27,8 +27,8 @@ _TOLERANCE = 1e-3
 """Relative: how near a factor lies to what it is named after, and what counts as rounding."""
 _NOISE = 1e-5
 """Gradients below this share of the largest one are taken for rounding."""
-_CHUNK = 1 << 20
-"""Elements that a checksum takes at a time, so that it needs little memory."""
+_CHUNK = 1 << 16
+"""Elements that a checksum takes at a time, so that they stay in the cache."""
 _BACKENDS: Any = torch.backends
 _PRECISIONS: tuple[Any, ...] = (
     _BACKENDS.cuda.matmul,
@@ -320,9 +320,9 @@ def checksum(values: Tensor | None) -> int:
     bits = flat.view(kinds[flat.element_size()])
     total = 1
     for begin in range(0, len(bits), _CHUNK):
-        part = bits[begin : begin + _CHUNK].to(torch.int64)
+        part = bits[begin : begin + _CHUNK].to(torch.int64, copy=True)
         place = torch.arange(begin, begin + len(part), device=part.device)
-        total += int(_mix(_mix(part) + place * _ODD[0]).sum())
+        total += int(_mix_(_mix_(part).add_(place.mul_(_ODD[0]))).sum())
     return (total + 2**63) % 2**64 - 2**63
 
 
@@ -330,12 +330,12 @@ _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """The odd numbers of SplitMix64 (Steele, Lea, Flood 2014) as signed integers."""
 
 
-def _mix(x: Tensor) -> Tensor:
-    """Maps 64-bit integers one-to-one to ones that look random."""
-    for shift, odd in ((30, _ODD[1]), (27, _ODD[2])):
+def _mix_(x: Tensor) -> Tensor:
+    """Maps 64-bit integers, in place and one-to-one, to ones that look random."""
+    for shift, odd in ((30, _ODD[1]), (27, _ODD[2]), (31, 1)):
         # Without sign: an arithmetic shift would not be one-to-one.
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * odd
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(odd)
+    return x
 
 
 @dataclass(frozen=True)

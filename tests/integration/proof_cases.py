@@ -193,7 +193,7 @@ class Cases:
     def all(self):
         everyone = tuple(range(self.world))
         for model in ("gpt-tiny", "mlp"):
-            for ranks in {everyone, (0,)} if self.world == 2 else {everyone}:
+            for ranks in ((0,), everyone) if self.world == 2 else (everyone,):
                 for accumulation in (1, 2, 4):
                     name = f"{model} dp {len(ranks)} accumulation {accumulation}"
                     self.run(name, model, ranks=ranks, accumulation=accumulation)

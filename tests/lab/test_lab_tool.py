@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import re
 import shutil
@@ -17,28 +16,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.lab.conftest import ROOT, lab_tool
+
 COMMAND = str(ROOT / "launch" / "lab")
 
-spec = importlib.util.spec_from_file_location("ddp_lab", ROOT / "launch" / "lab.py")
-assert spec is not None
-assert spec.loader is not None
-lab_tool = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = lab_tool
-spec.loader.exec_module(lab_tool)
 Lab, LabError = lab_tool.Lab, lab_tool.LabError
 
 pytestmark = pytest.mark.lab
-
-
-@pytest.fixture(scope="session")
-def usable() -> None:
-    """Skips where root or a kernel feature is missing; on CI with root that is a failure."""
-    problems = [f"{item.name}: {item.problem}" for item in lab_tool.check() if item.problem]
-    if problems:
-        if os.environ.get("CI") == "true" and os.geteuid() == 0:
-            pytest.fail(f"CI must have all that the lab needs: {problems}")
-        pytest.skip("; ".join(problems))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from ddp_profiler.analysis import results
+from ddp_profiler.analysis.allreduce import AllReduceResult, AllReduceSize
+from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.parts import PARTS
+from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.schema import SCHEMA_VERSION, SPAN_COLUMNS, RunInfo, SpanKind, Variant
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -24,6 +27,16 @@ def fields(kind: type) -> set[str]:
 
 def test_metrics():
     figures = {*PARTS, "samples_per_s", "tokens_per_s", "step_ms", "instrumented_step_ms"}
+    figures |= {
+        "speedup",
+        "efficiency",
+        "mfu",
+        "contention_ms",
+        "wrapper_ms",
+        "waterfall_ms",
+        "pop",
+    }
+    figures |= {"allreduce", "gradient_ready", "costs_ms"}
     for kind in (results.Communication, results.BatchCheck, results.Overhead):
         figures |= fields(kind)
     assert figures - words("metrics.md") == set()
@@ -42,6 +55,11 @@ def test_metrics():
         results.Overhead,
         results.Distribution,
         results.Finding,
+        results.GradientReady,
+        AllReduceResult,
+        AllReduceSize,
+        StepCosts,
+        Pop,
     ],
 )
 def test_keys(kind):

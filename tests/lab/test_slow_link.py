@@ -1,0 +1,60 @@
+"""A slow link between nodes is found as exposed transfer, of the size that the link dictates."""
+
+import json
+
+import pytest
+
+from tests.lab.conftest import ROOT, lab_tool
+
+pytestmark = pytest.mark.lab
+
+BUCKET = 4 * 1_000_000 * 4
+"""Four layers of a million fp32 numbers, in one bucket: nothing can overlap."""
+RATE_MBIT = 500
+
+
+@pytest.fixture(scope="module", params=["weak", "strong"])
+def measured(request, usable, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lab") / "run"
+    batch = ("--global-batch", "16", "--micro-batch", "4") if request.param == "strong" else ()
+    options = (
+        *("-m", "ddp_profiler.run", "--model", "timed:layers=4,parameters=1000000"),
+        *("--steps", "3", "--warmup", "1", "--allreduce-max-mb", "0", "--threads-per-rank", "1"),
+        *("--plant", "part=data,ms=20,level_dp=2", "--out", str(folder), *batch),
+    )
+    with lab_tool.Lab(nodes=2, rate_mbit=RATE_MBIT) as lab:
+        stream = sorted(lab_tool.socket_stream_gbit(lab) for _ in range(3))[1]
+        results = lab.run_torchrun(
+            options, timeout=150, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        )
+    assert [r.returncode for r in results] == [0, 0], results[0].output[-3000:]
+    summary = json.loads((folder / "summary.json").read_text())
+    return stream, {level["dp"]: level for level in summary["levels"]}
+
+
+def test_nodes_are_told_apart(measured):
+    _, levels = measured
+    assert (levels[1]["nodes"], levels[2]["nodes"]) == (1, 2)
+
+
+def test_exposed_transfer_is_what_the_link_dictates(measured):
+    stream_gbit, levels = measured
+    # Ring bound: 2(n-1)/n x S/B, which is S/B at n = 2.
+    bound_ms = BUCKET * 8 / (stream_gbit * 1e9) * 1e3
+    transfer = levels[2]["waterfall_ms"]["exposed_transfer"]
+    assert transfer == pytest.approx(bound_ms, rel=0.15)
+    assert levels[2]["allreduce"]["buckets"][0]["time_ms"] == pytest.approx(bound_ms, rel=0.15)
+
+
+def test_other_terms_stay_what_they_were(measured):
+    _, levels = measured
+    falls = levels[2]["waterfall_ms"]
+    assert falls["data"] == pytest.approx(20 * levels[2]["accumulation"], abs=8)
+    assert abs(falls["residual"]) <= 0.03 * falls["measured"] + 5
+    terms = [term for term in falls if term not in ("bare", "measured")]
+    assert max(terms, key=lambda term: falls[term]) == "exposed_transfer"
+
+
+def test_the_finding_names_the_network(measured):
+    _, levels = measured
+    assert levels[2]["efficiency"] < 0.6
