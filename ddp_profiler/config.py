@@ -13,6 +13,8 @@ SCALINGS = ("weak", "strong")
 BACKENDS = ("auto", "nccl", "gloo")
 DEFAULT_MODEL = "gpt-tiny"
 DEFAULT_MICRO_BATCH = 8
+MAX_ACCUMULATION = 10_000
+"""The record numbers micro-steps in 14 bits."""
 _LONGEST_TIMEOUT_S = 30 * 86400.0
 
 
@@ -90,6 +92,11 @@ class StudyConfig:
             _at_least("--threads-per-rank", self.threads_per_rank, 1)
         if self.accumulate is not None:
             _unique_positive("--accumulate", self.accumulate)
+            if max(self.accumulate) > MAX_ACCUMULATION:
+                raise UsageError(
+                    f"--accumulate {max(self.accumulate)} is above {MAX_ACCUMULATION}.",
+                    "Raise --micro-batch instead.",
+                )
         if self.dp is not None:
             _unique_positive("--dp", self.dp)
         if not 0 < self.bucket_cap_mb < math.inf:

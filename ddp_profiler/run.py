@@ -33,7 +33,7 @@ from ddp_profiler.errors import EXIT_BAD_INPUT, EXIT_DONE, CheckFailed, DdpProfi
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure.topology import Topology, plan_levels, read_topology
 from ddp_profiler.record import paths, writer
-from ddp_profiler.schema import SCHEMA_VERSION, Failure, LevelSettings, RunInfo
+from ddp_profiler.schema import SCHEMA_VERSION, Failure, LevelFacts, LevelSettings, RunInfo
 from ddp_profiler.workload.catalog import BUILTIN_MODELS
 
 NAME = "ddp_profiler.run"
@@ -364,16 +364,24 @@ class _Worker:
         stream = writer.SpanWriter(folder, rank, run_id)
         progress = StudyProgress(len(self.levels) * config.repeat) if rank == 0 else NoProgress()
         try:
-            facts = study.Study(config, self.levels, session, stream.write, progress, phase).run()
+            study.Study(
+                config, self.levels, session, stream.write, progress, phase, self._keep_facts
+            ).run()
         finally:
             stream.close()
         phase.name = "closing"
         session.close()
         if self.info is not None:
-            self.info = replace(self.info, facts=facts, status="complete")
+            self.info = replace(self.info, status="complete")
             writer.write_run_info(folder, self.info)
             phase.name = "analysis"
             _conclude(folder)
+
+    def _keep_facts(self, facts: tuple[LevelFacts, ...]) -> None:
+        """Writes what is known of the levels so far: a run that dies later can be read."""
+        if self.folder is not None and self.info is not None:
+            self.info = replace(self.info, facts=facts)
+            writer.write_run_info(self.folder, self.info)
 
     def _plan_line(self, workload: Any, device: Any) -> str:
         size = sum(p.numel() for p in workload.module.parameters() if p.requires_grad)

@@ -314,7 +314,8 @@ def _scaling(
         return None
     same = [m for m in singles if m.level.accumulation == level.accumulation]
     chosen = (same or singles)[0]
-    rate = _throughput(_summarize(chosen.plain), chosen.level.global_batch)
+    observed, _ = _observed(chosen.instrumented, chosen.level)
+    rate = _throughput(_summarize(chosen.plain), observed or chosen.level.global_batch)
     if rate is None:
         return None
     return scale({1: rate, level.dp: samples_per_s})[-1]
@@ -467,7 +468,7 @@ def _communication(
 
 
 def _overhead(plain: Sequence[Steps], instrumented: Sequence[Steps]) -> Overhead | None:
-    """Compares neighbouring plain and instrumented blocks, on the mean over ranks."""
+    """Compares the medians of neighbouring plain and instrumented blocks, all ranks together."""
     plain_blocks, instrumented_blocks = _block_medians(plain), _block_medians(instrumented)
     pairs = [
         (plain_blocks[p], instrumented_blocks[i])

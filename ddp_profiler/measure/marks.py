@@ -111,6 +111,7 @@ class Recorder:
         deadline = time.monotonic() + _FLUSH_WAIT_S
         while any(c.end is None for c in collectives) and time.monotonic() < deadline:
             time.sleep(0.001)
+        # What is noticed from here on is dropped; on a GPU its event is not pooled again.
         time_ns = self.timeline.time_ns
         level, repetition, block, variant = self._place
         spans += [

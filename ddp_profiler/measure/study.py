@@ -66,6 +66,7 @@ class Study:
         sink: Takes this rank's spans.
         progress: Told on a level's first rank how it goes.
         phase: Kept up to date for error messages.
+        on_facts: Told all facts known so far, in the order of levels, after each level.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class Study:
         sink: Callable[[Columns], None],
         progress: Progress,
         phase: Phase,
+        on_facts: Callable[[tuple[LevelFacts, ...]], None] = lambda _: None,
     ) -> None:
+        self._on_facts = on_facts
         self._config = config
         self._levels = levels
         self._session = session
@@ -106,6 +109,7 @@ class Study:
             self._phase.name = f"waiting for level {level.id}"
             learnt = self._session.learn(done, LevelFacts, heartbeat)
             facts.setdefault(index, learnt)
+            self._on_facts(tuple(facts[known] for known in sorted(facts)))
         return tuple(facts[index] for index in range(len(self._levels)))
 
     def _visit(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddp_profiler.batch import Batch, solve
-from ddp_profiler.config import DEFAULT_MICRO_BATCH, StudyConfig
+from ddp_profiler.config import DEFAULT_MICRO_BATCH, MAX_ACCUMULATION, StudyConfig
 from ddp_profiler.errors import UsageError
 from ddp_profiler.schema import LevelSettings
 
@@ -107,6 +107,13 @@ def plan_levels(config: StudyConfig, world_size: int) -> tuple[LevelSettings, ..
             f"Start more ranks (torchrun --nproc_per_node {max(too_large)}) or lower --dp.",
         )
     batches = _plan_batches(config, sizes)
+    most = max(batch.accumulation for batch in batches)
+    if most > MAX_ACCUMULATION:
+        raise UsageError(
+            f"--global-batch {config.global_batch} needs accumulation {most}, above "
+            f"{MAX_ACCUMULATION}.",
+            "Raise --micro-batch.",
+        )
     return tuple(
         LevelSettings(
             id=_level_id(batch, batches),
