@@ -14,6 +14,8 @@ _LIMITING = 0.25
 """A part below this share of the step is not called its limit; then compute is."""
 
 _FACTOR_TOLERANCE = 1e-3
+_ERROR = 1e-2
+"""Largest error of a gradient that rounding may explain in any precision."""
 
 _LIMITS = {
     "data": ("input", "the loop waits for its next micro-batch"),
@@ -70,16 +72,24 @@ def _about_batch(level: LevelResult) -> Iterator[Finding]:
             message=f"{level.id}: ranks hold different gradients after reduction.",
             evidence="reduced gradients compared bit for bit",
         )
-    factor = check.gradient_factor
-    if factor is not None and abs(factor - 1) > _FACTOR_TOLERANCE:
-        name = check.gradient_factor_name
+    factor, name = check.gradient_factor, check.gradient_factor_name
+    error = check.gradient_max_rel_error
+    scaled = factor is not None and abs(factor - 1) > _FACTOR_TOLERANCE
+    if factor is not None and scaled and (name or check.gradient_must_match):
         yield Finding(
             id="gradient-scale",
             severity="error",
             message=f"{level.id}: gradients are {factor:.4g} times those of one process that "
             f"sees the whole global batch{f'; that is {name}' if name else ''}.",
-            evidence=f"least squares over all tensors; largest error "
-            f"{units.significant(check.gradient_max_rel_error)}",
+            evidence=f"least squares over all tensors; largest error {units.significant(error)}",
+        )
+    elif not scaled and error is not None and error > _ERROR and check.gradient_must_match:
+        yield Finding(
+            id="gradient-error",
+            severity="warning",
+            message=f"{level.id}: gradients differ from those of one process that sees the whole "
+            f"global batch, most in {check.gradient_worst_tensor}.",
+            evidence=f"max|difference| / max|gradient| = {units.significant(error)}",
         )
 
 

@@ -68,6 +68,8 @@ class BatchCheck:
         gradient_worst_tensor: The tensor with that error.
         gradient_factor: The number by which the gradients are too large; about 1 if right.
         gradient_factor_name: What that number is, such as ``dp``; None where it is 1.
+        gradient_must_match: Whether the gradients had to be those of one process; false where
+            samples influence each other or are dropped at random; None if not run.
         ranks_agree: Whether gradients were equal on all ranks; None if not checked.
         notes: What a reader has to know.
     """
@@ -80,6 +82,7 @@ class BatchCheck:
     gradient_worst_tensor: str | None
     gradient_factor: float | None
     gradient_factor_name: str | None
+    gradient_must_match: bool | None
     ranks_agree: bool | None
     notes: tuple[str, ...]
 

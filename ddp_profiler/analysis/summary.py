@@ -436,6 +436,7 @@ def _batch_check(
         gradient_worst_tensor=proof.worst_tensor if proof else None,
         gradient_factor=proof.factor if proof else None,
         gradient_factor_name=proof.factor_name if proof else None,
+        gradient_must_match=proof.must_be_equal if proof else None,
         ranks_agree=proof.ranks_agree if proof else None,
         notes=tuple(notes),
     )

@@ -571,13 +571,14 @@ def _against_one_process(
         )
         weights = [float(s or 1) for s in samples]
         found = _mean((gradient(batch) for batch in micro_batches), weights)
+    must_be_equal = not uneven and not _caveats(modules, level)
     proof = compare_gradients(
         gradients,
         dict(zip(parameters, found, strict=True)),
         level,
-        must_be_equal=not uneven and not _caveats(modules, level),
+        must_be_equal=must_be_equal,
     )
-    return dataclasses.replace(proof, notes=(*notes, *proof.notes))
+    return dataclasses.replace(proof, notes=(*notes, *proof.notes), must_be_equal=must_be_equal)
 
 
 def _mean(parts: Iterable[list[Tensor | None]], weights: Sequence[float]) -> list[Tensor | None]:
