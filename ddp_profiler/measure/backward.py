@@ -43,17 +43,3 @@ class BackwardWatch:
 def queue_callback(callback: Callable[[], None]) -> None:
     """Has the autograd engine call ``callback`` at the end of the pass that runs now."""
     Variable._execution_engine.queue_callback(callback)
-
-
-def number_of_samples(inputs: object) -> int | None:
-    """Returns the leading dimension of the first tensor in forward's inputs; None without one."""
-    if isinstance(inputs, Tensor):
-        return int(inputs.shape[0]) if inputs.dim() else None
-    if isinstance(inputs, dict):
-        inputs = tuple(inputs.values())
-    if isinstance(inputs, (tuple, list)):
-        for item in inputs:
-            found = number_of_samples(item)
-            if found is not None:
-                return found
-    return None

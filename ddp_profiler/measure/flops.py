@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddp_profiler.measure.backward import number_of_samples
-from ddp_profiler.measure.proof import alone, state_kept, to_device
+from ddp_profiler.measure.batches import number_of_samples, to_device
+from ddp_profiler.measure.isolation import alone, state_kept
 from ddp_profiler.workload import Workload
 
 _CPU_CALL_S = 0.03

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
-from ddp_profiler.errors import UsageError
 from ddp_profiler.measure import backward, ddp_adapter
-from ddp_profiler.measure.backward import BackwardWatch, number_of_samples
+from ddp_profiler.measure.backward import BackwardWatch
+from ddp_profiler.measure.batches import Batches, number_of_samples
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.measure.proof import prove_batch
 from ddp_profiler.schema import (
@@ -57,71 +55,6 @@ def block_plan(steps: int, *baselines: Variant) -> tuple[tuple[Variant, int], ..
         order = variants if i % 2 == 0 else variants[::-1]
         plan += [(variant, size) for variant in order]
     return tuple(plan)
-
-
-class Batches:
-    """Endless micro-batches of one rank, epoch after epoch, each rank its own share.
-
-    Args:
-        workload: Gives the samples.
-        level: Gives dp and micro-batch.
-        group_rank: This rank's place among the level's replicas.
-        seed: Order of the samples.
-        device: Where batches are moved to.
-
-    Raises:
-        UsageError: The data has fewer samples than one step needs.
-    """
-
-    def __init__(
-        self,
-        workload: Workload,
-        level: LevelSettings,
-        group_rank: int,
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        self._device = device
-        self._sampler: DistributedSampler[Any] = DistributedSampler(
-            workload.dataset, num_replicas=level.dp, rank=group_rank, seed=seed, drop_last=True
-        )
-        self._loader: DataLoader[Any] = DataLoader(
-            workload.dataset,
-            batch_size=level.micro_batch,
-            sampler=self._sampler,
-            drop_last=True,
-            pin_memory=device.type == "cuda",
-        )
-        if len(self._loader) == 0:
-            samples = len(workload.dataset)  # type: ignore[arg-type]
-            raise UsageError(
-                f"The data has {samples} samples; one micro-step at dp {level.dp} with "
-                f"micro-batch {level.micro_batch} needs {level.dp * level.micro_batch}.",
-                "Give more data, or lower --micro-batch.",
-            )
-        self._stream = self._forever()
-
-    def _forever(self) -> Iterator[Any]:
-        epoch = 0
-        while True:
-            self._sampler.set_epoch(epoch)
-            yield from self._loader
-            epoch += 1
-
-    def next(self) -> Any:
-        """Returns the next micro-batch on the device."""
-        return move(next(self._stream), self._device)
-
-
-def move(batch: Any, device: torch.device) -> Any:
-    """Returns a nested batch with its tensors on a device."""
-    if isinstance(batch, Tensor):
-        return batch if batch.device == device else batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: move(value, device) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(move(value, device) for value in batch)
-    return batch
 
 
 class LevelRun:

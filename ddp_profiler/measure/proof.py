@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import itertools
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,36 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_profiler.measure.backward import number_of_samples
+from ddp_profiler.measure.batches import concatenate, number_of_samples, to_device
+from ddp_profiler.measure.gradients import Gradients, checksum, compare_gradients, some
+from ddp_profiler.measure.isolation import alone, full_precision, random_kept, state_kept
 from ddp_profiler.schema import BatchProof, LevelSettings
 from ddp_profiler.workload import Workload
-
-_TOLERANCE = 1e-3
-"""Relative: how near a factor lies to what it is named after, and what counts as rounding."""
-_NOISE = 1e-5
-"""Gradients below this share of the largest one are taken for rounding."""
-_CHUNK = 1 << 16
-"""Elements that a checksum takes at a time, so that they stay in the cache."""
-_BACKENDS: Any = torch.backends
-_PRECISIONS: tuple[Any, ...] = (
-    _BACKENDS.cuda.matmul,
-    _BACKENDS.cudnn.conv,
-    _BACKENDS.cudnn.rnn,
-    _BACKENDS.mkldnn.matmul,
-    _BACKENDS.mkldnn.conv,
-)
-"""What may compute fp32 in tf32 or bf16."""
-
-_UNEXPLAINED = (
-    "The gradients differ by more than rounding and by more than a factor. So it is where the "
-    "loss is not the mean over samples (a mean over unmasked tokens, for example), or where "
-    "samples of a micro-batch influence each other."
-)
-
-Gradients = Mapping[str, Tensor | None]
-"""Gradients by the parameter's name; None where it has none."""
 
 
 class BatchSource(Protocol):
@@ -97,8 +71,8 @@ def prove_batch(
         The proof, the same on all ranks.
     """
     modules = _modules(ddp, workload)
-    with _full_precision(device):
-        with _random_kept(device):
+    with full_precision(device):
+        with random_kept(device):
             own = [batches.next() for _ in range(level.accumulation)]
         with state_kept(modules, device):
             samples = _step(ddp, workload, own, scale_loss)
@@ -124,268 +98,12 @@ def prove_batch(
     )
 
 
-@contextlib.contextmanager
-def state_kept(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
-    """Restores buffers and random numbers at the end, and removes gradients before and after."""
-    modules = tuple(modules)
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for top in modules
-        for module in top.modules()
-        for name, buffer in module._buffers.items()
-    ]
-    _remove_gradients(modules)
-    try:
-        with _random_kept(device):
-            yield
-    finally:
-        _remove_gradients(modules)
-        with torch.no_grad():
-            for module, name, buffer, content in buffers:
-                # Forward may have put another tensor in its place.
-                module._buffers[name] = buffer
-                if buffer is not None and content is not None:
-                    buffer.copy_(content)
-
-
-@contextlib.contextmanager
-def alone(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Runs a model on one rank while the others wait: a collective raises instead of hanging.
-
-    Synchronised batch norm normalises over the samples that are there.
-
-    Raises:
-        RuntimeError: The model issues a collective.
-    """
-    synchronised = [
-        module
-        for top in modules
-        for module in top.modules()
-        if isinstance(module, nn.SyncBatchNorm)
-    ]
-    for module in synchronised:
-        # An attribute of the instance goes before the class's method.
-        module.__dict__["forward"] = functools.partial(_BatchNorm.forward, module)
-    try:
-        with _NoCollectives():  # type: ignore[no-untyped-call]
-            yield
-    finally:
-        for module in synchronised:
-            del module.__dict__["forward"]
-
-
-def compare_gradients(
-    gradients: Gradients,
-    reference: Gradients,
-    level: LevelSettings,
-    *,
-    must_be_equal: bool = True,
-) -> BatchProof:
-    """Compares a level's gradients with those of one process.
-
-    The error of a tensor is max|difference| / max|reference|; where the reference is 0
-    throughout it is max|difference|. A tensor whose reference is below 1e-5 of the largest
-    one holds rounding only, as a bias before a normalisation does, and is divided by that
-    largest one. The factor is <gradient, reference> / <reference, reference> over all
-    tensors in float64, and has a name only if what it does not explain is below 1e-3 (16
-    roundings of the gradients' type, where that is more).
-
-    Args:
-        gradients: As reduced.
-        reference: Of one process, with the same names.
-        level: The settings that a factor may be a product of.
-        must_be_equal: Whether a difference that is no factor needs an explanation.
-
-    Returns:
-        A proof that says nothing of whether ranks agree.
-    """
-    pairs = [
-        (name, *_both(gradients[name], reference[name]))
-        for name in gradients
-        if gradients[name] is not None or reference[name] is not None
-    ]
-    for name, gradient, expected in pairs:
-        for values, whose in ((gradient, "The level's"), (expected, "The one process's")):
-            if not bool(values.isfinite().all()):
-                note = f"{whose} gradient of {name} is not finite."
-                return BatchProof(None, None, name, None, None, (note,))
-    notes: list[str] = []
-    sizes = [_largest(expected) for _, _, expected in pairs]
-    largest = max(sizes, default=0.0)
-    # A tensor of rounding only would have an error of 1.
-    scales = [size if size >= _NOISE * largest else largest for size in sizes]
-    scales = [scale if size else 1.0 for scale, size in zip(scales, sizes, strict=True)]
-
-    def worst(factor: float) -> tuple[float, str | None]:
-        errors = [
-            (_largest(gradient / factor - expected) / scale, name)
-            for (name, gradient, expected), scale in zip(pairs, scales, strict=True)
-        ]
-        return max(errors, key=lambda error: error[0], default=(0.0, None))
-
-    error, worst_tensor = worst(1.0)
-    if largest == 0.0:
-        notes.append("The gradients of the one process are all 0; the error is absolute.")
-        return BatchProof(None, error, worst_tensor, None, None, tuple(notes))
-    noisy = [
-        name
-        for (name, gradient, expected), size in zip(pairs, sizes, strict=True)
-        if 0.0 < size < _NOISE * largest and _largest(gradient - expected) / size > error
-    ]
-    if noisy:
-        notes.append(
-            f"The gradient of {_some(noisy)} is below {_NOISE:g} of the largest one, so rounding; "
-            "its error is given as a share of the largest."
-        )
-    products = [
-        (_dot(gradient, expected), _dot(expected, expected)) for _, gradient, expected in pairs
-    ]
-    factor = sum(p for p, _ in products) / sum(q for _, q in products)
-    # Types with fewer digits round by more.
-    eps = max((torch.finfo(g.dtype).eps for g in gradients.values() if g is not None), default=0)
-    tolerance, rounding = max(_TOLERANCE, 4 * eps), max(_TOLERANCE, 16 * eps)
-    if abs(factor - 1) <= tolerance:
-        if error > rounding and must_be_equal:
-            notes.append(_UNEXPLAINED)
-        return BatchProof(None, error, worst_tensor, factor, None, tuple(notes))
-    residual = worst(factor)[0] if factor else 1.0
-    factor_name = None
-    if residual > rounding:
-        notes += [_UNEXPLAINED] if must_be_equal else []
-    else:
-        factor_name = name_factor(factor, level, tolerance)
-        if factor_name is None:
-            notes.append("The factor between the gradients is no product of the settings.")
-        elif _is_near(factor, 1 / (level.dp * level.accumulation), tolerance):
-            notes.append(
-                "A loss that is the sum over the micro-batch's samples instead of the mean has "
-                "this factor."
-            )
-    return BatchProof(None, error, worst_tensor, factor, factor_name, tuple(notes))
-
-
-def name_factor(factor: float, level: LevelSettings, tolerance: float = _TOLERANCE) -> str | None:
-    """Names a factor after the product of settings, or its reciprocal, that it equals.
-
-    >>> level = LevelSettings("dp4-acc2", 4, 3, 2, "packed", (0, 1, 2, 3))
-    >>> [name_factor(x, level) for x in (4.0, 8.0, 24.0, 1 / 8, 5.0)]
-    ['dp', 'dp x accumulation', 'global batch', '1/(dp x accumulation)', None]
-
-    Args:
-        factor: What to name.
-        level: The settings. Those that are 1 are left out: they change nothing.
-        tolerance: Largest relative distance.
-
-    Returns:
-        The name; several joined by " or " where settings are equal; None if there is none.
-    """
-    settings = {
-        name: value
-        for name, value in (
-            ("dp", level.dp),
-            ("accumulation", level.accumulation),
-            ("micro-batch", level.micro_batch),
-        )
-        if value > 1
-    }
-    names = []
-    for count in range(1, len(settings) + 1):
-        for chosen in itertools.combinations(settings, count):
-            product = 1
-            for name in chosen:
-                product *= settings[name]
-            whole = 1 < count == len(settings) and "micro-batch" in chosen
-            name = "global batch" if whole else " x ".join(chosen)
-            if _is_near(factor, product, tolerance):
-                names.append(name)
-            if _is_near(factor, 1 / product, tolerance):
-                names.append(f"1/({name})" if " " in name else f"1/{name}")
-    return " or ".join(names) or None
-
-
-def checksum(values: Tensor | None) -> int:
-    """Returns a number that differs where any one element differs in any bit.
-
-    Each element's bits and place are mixed one-to-one into 64 bits, and these are summed
-    modulo 2**64. Where several elements differ, two sums are equal by chance once in 2**64.
-    """
-    if values is None:
-        return 0
-    if values.layout is not torch.strided:
-        values = values.to_dense()
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    flat = values.detach().contiguous().flatten()
-    bits = flat.view(kinds[flat.element_size()])
-    total = 1
-    for begin in range(0, len(bits), _CHUNK):
-        part = bits[begin : begin + _CHUNK].to(torch.int64, copy=True)
-        place = torch.arange(begin, begin + len(part), device=part.device)
-        total += int(_mix_(_mix_(part).add_(place.mul_(_ODD[0]))).sum())
-    return (total + 2**63) % 2**64 - 2**63
-
-
-_ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
-"""The odd numbers of SplitMix64 (Steele, Lea, Flood 2014) as signed integers."""
-
-
-def _mix_(x: Tensor) -> Tensor:
-    """Maps 64-bit integers, in place and one-to-one, to ones that look random."""
-    for shift, odd in ((30, _ODD[1]), (27, _ODD[2]), (31, 1)):
-        # Without sign: an arithmetic shift would not be one-to-one.
-        x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(odd)
-    return x
-
-
 @dataclass(frozen=True)
 class _Share:
     """What one rank contributes: its micro-batches and how many samples each has."""
 
     micro_batches: list[Any]
     samples: list[int | None]
-
-
-class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises where an operation talks to other ranks."""
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
-            raise RuntimeError(f"the model issues a collective of its own ({func})")
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """Computes fp32 as fp32: without autocast, and without tf32 or bf16 inside products."""
-    before = [setting.fp32_precision for setting in _PRECISIONS]
-    try:
-        for setting in _PRECISIONS:
-            setting.fp32_precision = "ieee"
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        for setting, value in zip(_PRECISIONS, before, strict=True):
-            setting.fp32_precision = value
-
-
-def _random_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    kept: contextlib.AbstractContextManager[None] = torch.random.fork_rng(
-        devices=[device] if device.type == "cuda" else []
-    )
-    return kept
-
-
-def _remove_gradients(modules: Iterable[nn.Module]) -> None:
-    for module in modules:
-        for parameter in module.parameters():
-            parameter.grad = None
 
 
 def _modules(ddp: DDP, workload: Workload) -> tuple[nn.Module, ...]:
@@ -432,7 +150,7 @@ def _compare_ranks(
     names = [name for name, differs in zip(gradients, differ, strict=True) if differs]
     if not names:
         return True, []
-    return False, [f"Reduced gradients differ between ranks: {_some(names)}."]
+    return False, [f"Reduced gradients differ between ranks: {some(names)}."]
 
 
 def _slowest(
@@ -592,75 +310,3 @@ def _mean(parts: Iterable[list[Tensor | None]], weights: Sequence[float]) -> lis
                 share = values * (weight / sum(weights))
                 total[index] = total[index] + share if index in total else share
     return [total.get(index) for index in range(count)]
-
-
-def concatenate(batches: Sequence[Any]) -> Any:
-    """Concatenates nested batches along their first dimension, that of the samples.
-
-    >>> concatenate([{"x": torch.ones(1), "name": ["a"]}, {"x": torch.zeros(2), "name": ["b"]}])
-    {'x': tensor([1., 0., 0.]), 'name': ['a', 'b']}
-
-    Raises:
-        ValueError: Something in the batches has no samples to concatenate and differs.
-    """
-    first = batches[0]
-    if isinstance(first, Tensor) and first.dim():
-        return torch.cat(list(batches))
-    if isinstance(first, dict):
-        return {key: concatenate([batch[key] for batch in batches]) for key in first}
-    if isinstance(first, (tuple, list)):
-        if not any(isinstance(item, (Tensor, dict, tuple, list)) for item in first):
-            # One text or number for each sample.
-            return [item for batch in batches for item in batch]
-        parts = [concatenate(items) for items in zip(*batches, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    if all(bool(batch == first) for batch in batches[1:]):
-        return first
-    raise ValueError(f"micro-batches that hold a {type(first).__name__} cannot be concatenated")
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Returns a nested batch with its tensors on a device."""
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        parts = [to_device(value, device) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
-
-
-def _both(gradient: Tensor | None, expected: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns two gradients as real numbers of 32 bits or more, zeros for None."""
-    a, b = (None if g is None else _plain(g) for g in (gradient, expected))
-    if a is None:
-        assert b is not None
-        return torch.zeros_like(b), b
-    return a, torch.zeros_like(a) if b is None else b
-
-
-def _plain(values: Tensor) -> Tensor:
-    values = values.detach()
-    if values.layout is not torch.strided:
-        values = values.to_dense()
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def _largest(values: Tensor) -> float:
-    return float(values.abs().max()) if values.numel() else 0.0
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float((a.double() * b.double()).sum())
-
-
-def _is_near(value: float, target: float, tolerance: float) -> bool:
-    return abs(value - target) <= tolerance * abs(target)
-
-
-def _some(names: Sequence[str]) -> str:
-    """Names one, and counts the rest."""
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -15,8 +15,9 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import TensorDataset
 
-from ddp_profiler.measure import proof
-from ddp_profiler.measure.loop import Batches
+from ddp_profiler.measure import isolation, proof
+from ddp_profiler.measure.batches import Batches
+from ddp_profiler.measure.gradients import checksum
 from ddp_profiler.schema import LevelSettings
 from ddp_profiler.workload import Workload, build
 
@@ -108,7 +109,7 @@ def digest(*modules):
     for module in modules:
         for name, value in sorted(module.state_dict().items()):
             found.update(name.encode())
-            found.update(str(proof.checksum(value)).encode())
+            found.update(str(checksum(value)).encode())
         found.update(str([m.training for m in module.modules()]).encode())
     found.update(torch.get_rng_state().numpy().tobytes())
     return found.hexdigest()
@@ -182,7 +183,7 @@ class Cases:
                 "case": name,
                 "rank": self.rank,
                 "restored": before == after and not left,
-                "backends": [s.fp32_precision for s in proof._PRECISIONS],
+                "backends": [s.fp32_precision for s in isolation._PRECISIONS],
                 **dataclasses.asdict(result),
             }
             # One write: lines of several ranks must not mix.
@@ -239,7 +240,7 @@ class Cases:
         """Alone, it computes as plain batch norm does; else it refuses the CPU."""
         synchronised, plain = nn.SyncBatchNorm(4), nn.BatchNorm1d(4)
         x = torch.randn(8, 4)
-        with proof.alone([nn.Sequential(synchronised)]):
+        with isolation.alone([nn.Sequential(synchronised)]):
             equal = torch.equal(synchronised(x), plain(x))
         try:
             synchronised(x)

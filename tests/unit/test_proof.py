@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp_profiler.measure import flops, proof
-from ddp_profiler.measure.proof import checksum, compare_gradients, concatenate, name_factor
+from ddp_profiler.measure import flops, isolation, proof
+from ddp_profiler.measure.batches import concatenate
+from ddp_profiler.measure.gradients import checksum, compare_gradients, name_factor
 from ddp_profiler.schema import LevelSettings
 from ddp_profiler.workload import build
 
@@ -60,7 +61,7 @@ def test_checksum_does_not_depend_on_pieces_or_strides(monkeypatch):
     whole = checksum(values)
     assert checksum(values.t().contiguous().t()) == whole
     assert checksum(values.to_sparse()) == whole
-    monkeypatch.setattr(proof, "_CHUNK", 7)
+    monkeypatch.setattr("ddp_profiler.measure.gradients._CHUNK", 7)
     assert checksum(values) == whole
     assert checksum(torch.randn(3, dtype=torch.complex64)) != checksum(torch.zeros(3))
 
@@ -204,7 +205,7 @@ def test_state_is_kept_whatever_a_model_does():
     random = torch.get_rng_state()
 
     def train_and_fail():
-        with proof.state_kept([module], CPU):
+        with isolation.state_kept([module], CPU):
             assert all(p.grad is None for p in module.parameters())
             module(torch.randn(8, 4)).sum().backward()
             module.seen = module.seen + 1
@@ -244,14 +245,14 @@ def test_caveats(make, note):
 
 def test_fp32_is_fp32_inside_and_settings_come_back():
     torch.set_float32_matmul_precision("medium")
-    before = [setting.fp32_precision for setting in proof._PRECISIONS]
+    before = [setting.fp32_precision for setting in isolation._PRECISIONS]
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            with proof._full_precision(CPU):
-                assert {setting.fp32_precision for setting in proof._PRECISIONS} == {"ieee"}
+            with isolation.full_precision(CPU):
+                assert {setting.fp32_precision for setting in isolation._PRECISIONS} == {"ieee"}
                 assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
-        assert [setting.fp32_precision for setting in proof._PRECISIONS] == before
+        assert [setting.fp32_precision for setting in isolation._PRECISIONS] == before
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
