@@ -13,6 +13,7 @@ SCALINGS = ("weak", "strong")
 BACKENDS = ("auto", "nccl", "gloo")
 DEFAULT_MODEL = "gpt-tiny"
 DEFAULT_MICRO_BATCH = 8
+MIN_WARMUP = 2
 MAX_ACCUMULATION = 10_000
 """The record numbers micro-steps in 14 bits."""
 _LONGEST_TIMEOUT_S = 30 * 86400.0
@@ -77,7 +78,12 @@ class StudyConfig:
 
     def __post_init__(self) -> None:
         _at_least("--steps", self.steps, 1)
-        _at_least("--warmup", self.warmup, 0)
+        if self.warmup < MIN_WARMUP:
+            raise UsageError(
+                f"--warmup {self.warmup} is below {MIN_WARMUP}: DDP rebuilds its buckets at the "
+                "second step.",
+                f"Give --warmup {MIN_WARMUP} or more.",
+            )
         _at_least("--repeat", self.repeat, 1)
         for option, value in (
             ("--micro-batch", self.micro_batch),

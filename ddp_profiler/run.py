@@ -341,9 +341,10 @@ class _Worker:
         folder = Path(folder_name)
         folder.mkdir(parents=True, exist_ok=True)
         places = session.gather_places()
-        if self.topology.local_rank == 0:
+        node = places[rank].node
+        if rank == min(place.rank for place in places if place.node == node):
             session.publish(
-                f"environment/{places[rank].node}",
+                f"environment/{node}",
                 environment.describe(
                     device.device, device.threads, self.topology.local_world_size, device.backend
                 ),

@@ -71,7 +71,7 @@ class Variant(IntEnum):
 SPAN_COLUMNS: tuple[tuple[str, str], ...] = (
     ("level", "int16"),
     ("repetition", "int16"),
-    ("block", "int16"),
+    ("block", "int32"),
     ("variant", "int8"),
     ("step", "int32"),
     ("micro_step", "int16"),

@@ -283,12 +283,13 @@ def _backwards(spans: Columns, row: Ints) -> tuple[Backwards, _Gradients]:
     begin, end = spans["begin_ns"][is_call][order], spans["end_ns"][is_call][order]
     position = _Lookup(key)
 
-    # Where the end of local backward was not seen the window is empty.
-    local_end = end.copy()
     is_point = (kind == SpanKind.LOCAL_BACKWARD_END) & known
-    at = position.find(call_key[is_point])
-    np.minimum.at(local_end, at[at >= 0], spans["begin_ns"][is_point][at >= 0])
-    local_end = np.maximum(local_end, begin)
+    local_end = _local_end(
+        begin,
+        end,
+        (position.find(call_key[is_point]), spans["begin_ns"][is_point]),
+        (position.find(call_key[is_gradient]), spans["begin_ns"][is_gradient]),
+    )
 
     call = position.find(call_key[is_gradient])
     inside = call >= 0
@@ -319,6 +320,34 @@ def _backwards(spans: Columns, row: Ints) -> tuple[Backwards, _Gradients]:
         end=end,
     )
     return calls, gradients
+
+
+def _local_end(
+    begin: Ints, end: Ints, points: tuple[Ints, Ints], hand_overs: tuple[Ints, Ints]
+) -> Ints:
+    """Finds the end of local backward of each call, shape [call].
+
+    Reentrant checkpoints end passes inside the pass, so there can be several marks: the
+    first one after the last hand-over counts, else the last one. Where there is none the
+    window is empty.
+
+    Args:
+        begin: Begin of each call.
+        end: End of each call.
+        points: Call (-1 for none) and time of each mark.
+        hand_overs: Call (-1 for none) and time of each hand-over of a gradient collective.
+    """
+    call, time = (values[points[0] >= 0] for values in points)
+    given, handed = (values[hand_overs[0] >= 0] for values in hand_overs)
+    last_hand_over = begin.copy()
+    np.maximum.at(last_hand_over, given, handed)
+    never, unseen = np.iinfo(np.int64).max, np.iinfo(np.int64).min
+    first_after, last = np.full(len(begin), never), np.full(len(begin), unseen)
+    after = time >= last_hand_over[call]
+    np.minimum.at(first_after, call[after], time[after])
+    np.maximum.at(last, call, time)
+    found = np.where(first_after < never, first_after, np.where(last > unseen, last, end))
+    return np.clip(found, begin, end)
 
 
 def _busy(gradients: _Gradients) -> tuple[Ints, Ints]:

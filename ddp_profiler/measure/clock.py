@@ -92,13 +92,17 @@ class Event(Protocol):
         ...
 
 
+_ANCHOR_TRIES = 5
+
+
 class DeviceTimeline:
     """Timeline of a GPU's streams, by pooled events.
 
-    Event times are relative to each other. They are told in ns from an anchor event
-    whose host time is taken when the timeline is made. ``elapsed_time`` is a 32-bit
-    float in ms (0.5 us up to 4 s, 64 us after ten minutes), so the anchor moves
-    along: :meth:`move_anchor` measures from the old one to a newer event.
+    Event times are relative to each other. They are told in ns of the host's clock, from
+    an anchor event whose host time was taken when the device had just reached it.
+    :meth:`move_anchor` takes a new anchor, for two reasons: the device's clock drifts from
+    the host's (some us a second), and ``elapsed_time`` is a 32-bit float in ms (0.5 us up
+    to 4 s, 64 us after ten minutes).
 
     Args:
         make_event: Makes an event with timing enabled, ``torch.cuda.Event(enable_timing=True)``.
@@ -108,11 +112,10 @@ class DeviceTimeline:
     def __init__(self, make_event: Callable[[], Event], clock: Clock = monotonic_clock) -> None:
         self._make_event = make_event
         self._pool: deque[Event] = deque()
-        self._anchor = make_event()
-        self._anchor.record()
-        self._anchor.synchronize()
-        self._anchor_ns = clock()
+        self._anchor: Any = None
+        self._clock = clock
         self.mark: Callable[[], Mark] = self._mark
+        self.move_anchor()
 
     def _mark(self) -> Mark:
         event = self._pool.popleft() if self._pool else self._make_event()
@@ -129,12 +132,24 @@ class DeviceTimeline:
         return self._anchor_ns + round(self._anchor.elapsed_time(mark) * 1e6)
 
     def move_anchor(self) -> None:
-        """Records a new anchor and measures it from the old one. Waits for the device."""
-        anchor = self._make_event()
-        anchor.record()
-        anchor.synchronize()
-        self._anchor_ns += round(self._anchor.elapsed_time(anchor) * 1e6)
-        self._anchor = anchor
+        """Ties the device's time to the host's anew. Waits for the device.
+
+        Of a few tries the one counts whose host time is bracketed most tightly: between
+        recording the event on an idle device and seeing that it was reached.
+        """
+        tightest = None
+        for _ in range(_ANCHOR_TRIES):
+            anchor = self._pool.popleft() if self._pool else self._make_event()
+            before = self._clock()
+            anchor.record()
+            anchor.synchronize()
+            after = self._clock()
+            if tightest is None or after - before < tightest:
+                tightest = after - before
+                anchor, self._anchor = self._anchor, anchor
+                self._anchor_ns = (before + after) // 2
+            if anchor is not None:
+                self._pool.append(anchor)
 
     def release(self, marks: list[Mark]) -> None:
         """Puts events back into the pool."""

@@ -31,6 +31,8 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from ddp_profiler.measure.backward import mark_end_of_nested_pass
+from ddp_profiler.measure.clock import DeviceTimeline
 from ddp_profiler.measure.marks import OpenSpan, Recorder
 from ddp_profiler.measure.untraced import untraced
 from ddp_profiler.schema import SpanKind
@@ -67,6 +69,12 @@ class _ObservedGroup(dist.ProcessGroup):
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._group = group
         self._recorder = recorder
+        # Gloo completes on threads of its own, whose current device and stream are not the
+        # training's: an event recorded there would tell the time of something else.
+        self._tells_ends = not (
+            isinstance(recorder.timeline, DeviceTimeline)
+            and group._get_backend_name().lower() == "gloo"
+        )
 
     def getBackendName(self) -> str:
         return self._group._get_backend_name()
@@ -82,15 +90,23 @@ class _ObservedGroup(dist.ProcessGroup):
         )
         span = self._recorder.hand_over(kind, tensor.nbytes)
         work = self._group.allreduce(tensors, opts)
-        _end_with(work.get_future(), span, self._recorder)
+        self._note_end(work, span)
+        if kind is SpanKind.GRADIENT:
+            mark_end_of_nested_pass(self._recorder)
         return work
 
     @untraced
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
         span = self._recorder.hand_over(SpanKind.BOOKKEEPING, tensors[0].nbytes)
         work = self._group.broadcast(tensors, opts)
-        _end_with(work.get_future(), span, self._recorder)
+        self._note_end(work, span)
         return work
+
+    def _note_end(self, work: Any, span: OpenSpan) -> None:
+        if self._tells_ends:
+            _end_with(work.get_future(), span, self._recorder)
+        else:
+            span.awaited = False
 
 
 def _end_with(future: Any, span: OpenSpan, recorder: Recorder) -> None:

@@ -120,11 +120,16 @@ class LevelRun:
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
     def run_block(
-        self, steps: int, variant: Variant, progress: Callable[[], None] = lambda: None
+        self,
+        steps: int,
+        variant: Variant,
+        progress: Callable[[], None] = lambda: None,
+        beat: Callable[[], None] | None = None,
     ) -> None:
         """Trains ``steps`` optimizer steps and records them as one variant.
 
-        All ranks of the level start together. ``progress`` is called after the block.
+        All ranks of the level start together. ``progress`` is called after the block,
+        ``beat`` after each step.
         """
         one_step = {
             Variant.PLAIN: self._plain_step,
@@ -144,6 +149,8 @@ class LevelRun:
         for _ in range(steps):
             begin = one_step(begin)
             self.step += 1
+            if beat is not None:
+                beat()
         if steps:
             micro_steps = steps * self.level.accumulation
             self._micro_step_s = (time.monotonic() - started) / micro_steps

@@ -21,7 +21,10 @@ _FLUSH_WAIT_S = 0.5
 
 @dataclass(slots=True)
 class OpenSpan:
-    """A collective in flight: its end is filled in by whoever notices its completion."""
+    """A collective in flight: its end is filled in by whoever notices its completion.
+
+    ``awaited`` is false where nobody will.
+    """
 
     kind: SpanKind
     step: int
@@ -30,6 +33,7 @@ class OpenSpan:
     begin: Mark
     nbytes: int
     end: Mark | None = None
+    awaited: bool = True
 
 
 _Span = tuple[int, int, SpanKind, int, Mark, Mark | None, int | None, int | None]
@@ -49,6 +53,7 @@ class Recorder:
         self.mark = timeline.mark
         self.step = -1
         self.micro_step = -1
+        self.backward_pass = -1
         self._sink = sink
         self._place = (0, 0, 0, Variant.WARMUP)
         self._spans: list[_Span] = []
@@ -109,7 +114,7 @@ class Recorder:
         if not spans and not collectives:
             return
         deadline = time.monotonic() + _FLUSH_WAIT_S
-        while any(c.end is None for c in collectives) and time.monotonic() < deadline:
+        while any(c.awaited and c.end is None for c in collectives) and time.monotonic() < deadline:
             time.sleep(0.001)
         # What is noticed from here on is dropped; on a GPU its event is not pooled again.
         time_ns = self.timeline.time_ns

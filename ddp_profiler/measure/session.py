@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,9 @@ from ddp_profiler.errors import DdpProfilerError, InputError, UsageError
 from ddp_profiler.measure import environment
 from ddp_profiler.measure.topology import Topology
 from ddp_profiler.schema import LevelSettings, RankPlace
+
+_WAIT_SLICE_S = 2.0
+"""How long a signal may have to wait for an idle rank."""
 
 
 @dataclass(frozen=True)
@@ -108,26 +112,28 @@ class Session:
     def learn(self, key: str, kind: Any = Any, heartbeat: str | None = None) -> Any:
         """Waits for a value that a rank makes known and returns it as ``kind``.
 
-        Waiting costs no processor time. It ends after the timeout, or, with a
-        ``heartbeat`` counter, once that has not moved for the timeout.
+        Waiting costs no processor time worth naming. It ends after the timeout, or, with a
+        ``heartbeat`` counter, once that has not moved for the timeout. It is done in slices,
+        since the store's own waiting cannot be interrupted.
 
         Raises:
             DdpProfilerError: Nobody made the value known in time.
         """
-        beats = -1
+        beats, moved = 0, time.monotonic()
+        limit = self.timeout.total_seconds()
         while True:
             try:
-                self.store.wait([key], self.timeout)
+                self.store.wait([key], timedelta(seconds=min(_WAIT_SLICE_S, limit)))
                 return msgspec.json.decode(self.store.get(key), type=kind)
             except dist.DistError as error:
                 now = self.store.add(heartbeat, 0) if heartbeat else beats
-                if now == beats:
+                if now != beats:
+                    beats, moved = now, time.monotonic()
+                elif time.monotonic() - moved >= limit:
                     raise DdpProfilerError(
-                        f"Rank {self.rank} waited {self.timeout.total_seconds():g} s for "
-                        f"{key!r} and nothing moved.",
+                        f"Rank {self.rank} waited {limit:g} s for {key!r} and nothing moved.",
                         "A rank has died or hangs; raise --timeout if it is only slow.",
                     ) from error
-                beats = now
 
     def beat(self, heartbeat: str) -> None:
         """Tells ranks that wait with :meth:`learn` that things move."""
@@ -199,6 +205,7 @@ class Session:
             self.publish("all closed", True)
         else:
             self.learn("all closed")
+        dist.destroy_process_group()
 
 
 def _explain_start(error: Exception, timeout_s: float) -> DdpProfilerError:

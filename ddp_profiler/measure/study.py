@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,6 +20,9 @@ from ddp_profiler.measure.session import Session
 from ddp_profiler.schema import LevelFacts, LevelSettings, Variant
 from ddp_profiler.workload import Workload, build
 from ddp_profiler.workload.plant import Planter, parse_plants
+
+_BEAT_S = 0.5
+"""Steps shorter than this are not interrupted by telling idle ranks that things move."""
 
 
 class Progress(Protocol):
@@ -126,6 +130,8 @@ class Study:
         if leads:
             self._progress.level_begins(number, level, len(plan) + 1)
 
+        beat = BeatEvery(_BEAT_S, lambda: session.beat(heartbeat)) if leads else None
+
         def block_ended() -> None:
             if isinstance(recorder.timeline, DeviceTimeline):
                 recorder.timeline.move_anchor()
@@ -149,8 +155,9 @@ class Study:
             for block, (variant, steps) in enumerate(plan):
                 phase.name = f"level {level.id}, {variant.name.lower()} block {block}"
                 recorder.begin_block(index, repetition, block, variant)
-                run.run_block(steps, variant, block_ended)
+                run.run_block(steps, variant, block_ended, beat)
             facts = run.facts()
+            session.beat(heartbeat)
             if repetition == 0:
                 phase.name = f"level {level.id}, batch proof"
                 facts = replace(facts, proof=run.prove_batch())
@@ -180,6 +187,34 @@ class Study:
             flops = count_flops(workload, device)
             self._known_flops = flops, measure_peak_flops(device, dtype) if flops else None
         return self._known_flops
+
+
+class BeatEvery:
+    """Calls a function when it is called itself, but not more often than every so often.
+
+    Args:
+        seconds: Shortest time between calls.
+        beat: What to call.
+        clock: Monotonic time in s.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        beat: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._seconds = seconds
+        self._beat = beat
+        self._clock = clock
+        self._last = clock()
+
+    def __call__(self) -> None:
+        """Beats if the last beat is long enough ago."""
+        now = self._clock()
+        if now - self._last >= self._seconds:
+            self._last = now
+            self._beat()
 
 
 def visiting_order(levels: int, repeat: int, seed: int) -> list[tuple[int, int]]:

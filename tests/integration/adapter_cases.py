@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from ddp_profiler.measure import ddp_adapter
 from ddp_profiler.measure.backward import BackwardWatch
@@ -137,6 +138,25 @@ def power_sgd(observed):
     return ddp
 
 
+def reentrant(observed):
+    """Checkpoints that run backward inside backward; DDP finishes in an inner pass."""
+    torch.manual_seed(1)
+    net = Net()
+    layers = list(net.layers)
+
+    def forward(x):
+        x = layers[0](x)
+        for layer in layers[1:]:
+            x = checkpoint(lambda v, layer=layer: torch.relu(layer(v)), x, use_reentrant=True)
+        return x
+
+    net.forward = forward
+    ddp = DDP(net, bucket_cap_mb=0.02)
+    with observed(ddp):
+        train(ddp, observed)
+    return ddp
+
+
 def join(observed):
     ddp = build()
     with observed(ddp), ddp.join():
@@ -195,6 +215,7 @@ CASES = {
     "batch_norm": lambda o: simple(o, batch_norm=True),
     "fp16_compress": fp16_compress,
     "power_sgd": power_sgd,
+    "checkpoint_reentrant": reentrant,
     "join": join,
     "deepcopy": deep_copy,
     "device_mesh": device_mesh,

@@ -17,6 +17,7 @@ CASES = {
     "batch_norm",
     "fp16_compress",
     "power_sgd",
+    "checkpoint_reentrant",
     "join",
     "deepcopy",
     "device_mesh",

@@ -6,7 +6,7 @@ from tests.integration.conftest import run_command
 
 pytestmark = pytest.mark.distributed
 
-TIMED = ("--model", "timed:layers=4", "--steps", "4", "--warmup", "1", "--threads-per-rank", "1")
+TIMED = ("--model", "timed:layers=4", "--steps", "4", "--warmup", "2", "--threads-per-rank", "1")
 STRONG = ("--global-batch", "32", "--micro-batch", "4")
 ACCUMULATED = ("--global-batch", "16", "--micro-batch", "4")
 
@@ -74,7 +74,7 @@ def test_an_input_bound_job_has_low_input_and_unchanged_communication_efficiency
 
 @pytest.mark.parametrize("model", ["gpt-tiny:layers=2,width=64", "mlp:width=64"])
 def test_strong_scaling_keeps_the_global_batch(study, model):
-    done = study(4, "--model", model, *STRONG, "--steps", "2", "--warmup", "1")
+    done = study(4, "--model", model, *STRONG, "--steps", "2", "--warmup", "2")
     assert done.code == 0, done.err[-3000:]
     levels = done.summary["levels"]
     assert [(lv["dp"], lv["accumulation"]) for lv in levels] == [(1, 8), (2, 4), (4, 2)]
@@ -99,7 +99,7 @@ def test_a_loss_divided_wrongly_gives_the_factor_and_its_name(study, fault, leve
     done = study(
         2,
         *("--model", "mlp:width=64", "--accumulate", "3", "--micro-batch", "5", "--dp", "2"),
-        *("--steps", "1", "--warmup", "1", "--plant", f"loss={fault}"),
+        *("--steps", "1", "--warmup", "2", "--plant", f"loss={fault}"),
     )
     assert done.code == 0, done.err[-3000:]
     check = done.level(level)["batch_check"]
@@ -114,7 +114,7 @@ def test_micro_batch_against_accumulation_at_one_global_batch(study):
     done = study(
         1,
         *("--model", "mlp:width=64", "--global-batch", "32", "--accumulate", "1,4"),
-        *("--steps", "3", "--warmup", "1"),
+        *("--steps", "3", "--warmup", "2"),
     )
     levels = done.summary["levels"]
     assert [(lv["micro_batch"], lv["accumulation"]) for lv in levels] == [(32, 1), (8, 4)]
@@ -124,7 +124,7 @@ def test_micro_batch_against_accumulation_at_one_global_batch(study):
 
 
 def test_repetitions_are_the_unit_of_the_interval(study):
-    done = study(2, "--model", "mlp:width=64", "--steps", "2", "--warmup", "1", "--repeat", "3")
+    done = study(2, "--model", "mlp:width=64", "--steps", "2", "--warmup", "2", "--repeat", "3")
     assert done.code == 0, done.err[-3000:]
     assert "3 repetitions" in done.summary["run"]["statistics_unit"]
     for level in done.summary["levels"]:
@@ -185,7 +185,7 @@ def test_settings_that_do_not_go_together_are_refused_before_timing(
 
 
 def test_an_unmet_expectation_ends_with_exit_1_and_keeps_the_run(tmp_path):
-    argv = ["-m", "ddp_profiler.run", "--model", "mlp:width=64", "--steps", "1", "--warmup", "1"]
+    argv = ["-m", "ddp_profiler.run", "--model", "mlp:width=64", "--steps", "1", "--warmup", "2"]
     done = run_command([*argv, "--out", tmp_path / "a", "--expect-global-batch", "9"])
     assert done.code == 1, done.err
     assert "not 9 samples" in done.err

@@ -98,7 +98,7 @@ def test_buffers_are_broadcast_in_forward_comm(study):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_precisions_run(study, precision):
     done = study(
-        1, *("--model", "mlp:width=64", "--precision", precision, "--steps", "2", "--warmup", "1")
+        1, *("--model", "mlp:width=64", "--precision", precision, "--steps", "2", "--warmup", "2")
     )
     assert done.code == 0, done.err[-3000:]
 

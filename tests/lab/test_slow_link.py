@@ -19,7 +19,7 @@ def measured(request, usable, tmp_path_factory):
     batch = ("--global-batch", "16", "--micro-batch", "4") if request.param == "strong" else ()
     options = (
         *("-m", "ddp_profiler.run", "--model", "timed:layers=4,parameters=1000000"),
-        *("--steps", "3", "--warmup", "1", "--allreduce-max-mb", "0", "--threads-per-rank", "1"),
+        *("--steps", "3", "--warmup", "2", "--allreduce-max-mb", "0", "--threads-per-rank", "1"),
         *("--plant", "part=data,ms=20,level_dp=2", "--out", str(folder), *batch),
     )
     with lab_tool.Lab(nodes=2, rate_mbit=RATE_MBIT) as lab:

@@ -20,7 +20,7 @@ def test_defaults_are_valid_and_frozen():
     [
         ({"steps": 0}, "--steps 0"),
         ({"steps": -5}, "--steps -5"),
-        ({"warmup": -1}, "--warmup -1"),
+        ({"warmup": 1}, "--warmup 1 is below 2"),
         ({"micro_batch": 0}, "--micro-batch 0"),
         ({"threads_per_rank": 0}, "--threads-per-rank 0"),
         ({"accumulate": ()}, "--accumulate"),
@@ -48,7 +48,7 @@ def test_refused(settings, words):
     "settings",
     [
         {"steps": 1},
-        {"warmup": 0},
+        {"warmup": 2},
         {"micro_batch": 1},
         {"threads_per_rank": 1},
         {"accumulate": (4, 1)},

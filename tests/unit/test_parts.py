@@ -151,6 +151,15 @@ def test_first_of_several_local_ends_counts():
     assert parts(derive(spans))["backward"] == pytest.approx(40)
 
 
+def test_an_end_before_the_last_hand_over_is_that_of_a_nested_pass():
+    """Reentrant checkpoints: passes inside the pass end, and DDP finishes in the last of them."""
+    spans = one_step(local_end=50).gradient(40, 60).gradient(70, 84)
+    spans = spans.add(SpanKind.LOCAL_BACKWARD_END, 72, 72)
+    spans = spans.add(SpanKind.LOCAL_BACKWARD_END, 88, 88)
+    # Backward began at 25.
+    assert parts(derive(spans))["backward"] == pytest.approx(72 - 25)
+
+
 def test_end_of_local_backward_before_the_call_began():
     """Of another backward in the same micro-step: the window is at most the call."""
     steps = derive(one_step(local_end=10).gradient(30, 60))
