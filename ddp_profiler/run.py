@@ -19,7 +19,8 @@ from typing import Any
 import click
 
 from ddp_profiler._version import __version__
-from ddp_profiler.cli import parse_click
+from ddp_profiler.analysis.results import Summary
+from ddp_profiler.cli import parse_click, write_out
 from ddp_profiler.config import (
     BACKENDS,
     DEFAULT_MICRO_BATCH,
@@ -29,7 +30,7 @@ from ddp_profiler.config import (
     StudyConfig,
     parse_numbers,
 )
-from ddp_profiler.errors import EXIT_BAD_INPUT, EXIT_DONE, CheckFailed, DdpProfilerError
+from ddp_profiler.errors import EXIT_DONE, CheckFailed, DdpProfilerError, InputError
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure.topology import Topology, plan_levels, read_topology
 from ddp_profiler.record import paths, writer
@@ -220,15 +221,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(error: DdpProfilerError, speaks: bool) -> int:
-    """Prints an error that all ranks meet alike once, and returns its exit code.
+    """Prints an error and returns its exit code; what all ranks meet alike is printed once.
 
-    torchrun ends all ranks when the first one ends, so those that keep silent wait a
-    moment for the one that speaks.
+    torchrun ends all ranks when the first one ends. A rank that is not the one to speak
+    waits for that; if it is still there after a moment, the error is its own.
     """
-    if speaks:
-        print(f"{NAME}: {error}", file=sys.stderr, flush=True)
-    else:
+    if not speaks:
         time.sleep(2)
+    print(f"{NAME}: {error}", file=sys.stderr, flush=True)
     return error.exit_code
 
 
@@ -247,15 +247,20 @@ class _Worker:
         try:
             self.levels = plan_levels(self.config, self.topology.world_size)
             prepared = self._prepare()
-        except DdpProfilerError as error:
+        except Exception as error:
             if self.config.debug:
                 traceback.print_exc()
-            return _complain(error, speaks=rank == 0 or self.topology.local_rank == 0)
+            if not isinstance(error, DdpProfilerError):
+                error = InputError(
+                    f"Rank {rank} could not be set up: {_one_line(error)}.",
+                    "--debug shows the stack trace.",
+                )
+            return _complain(error, speaks=rank == 0)
         return self._measure(*prepared)
 
     def _prepare(self) -> tuple[Any, Any]:
         """Checks all that can be checked before ranks meet: one clear line, no timing lost."""
-        from ddp_profiler.measure import session, study
+        from ddp_profiler.measure import batches, session, study
         from ddp_profiler.workload.plant import parse_plants
 
         parse_plants(self.config.plants)
@@ -263,6 +268,8 @@ class _Worker:
             self.topology, self.config.backend, self.config.threads_per_rank
         )
         workload = study.build_workload(self.config, self.levels[0].micro_batch)
+        for level in self.levels:
+            batches.check_data(workload, level)
         if self.topology.rank == 0:
             now = datetime.now().astimezone()
             folder = self.config.out or paths.default_folder(workload.name, now)
@@ -301,29 +308,26 @@ class _Worker:
         failures = _Failures(self.topology.rank)
         try:
             self._study(device, workload, phase, failures)
-        except CheckFailed as error:
-            # Measured whole, and not as the user expects: not a failed run.
-            return _complain(error, speaks=True)
         except DdpProfilerError as error:
             if self.config.debug:
                 traceback.print_exc()
-            self._fail(failures, phase.name, str(error).splitlines()[0])
-            leave(_complain(error, speaks=self.topology.rank == 0 or phase.name == "start-up"))
+            first = self._fail(failures, phase.name, str(error).splitlines()[0])
+            leave(_complain(error, speaks=first))
         except KeyboardInterrupt:
             self._fail(failures, phase.name, "interrupted")
             leave(130)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if self.config.debug:
                 traceback.print_exc()
             message = _one_line(error)
-            self._fail(failures, phase.name, message)
-            print(
-                f"{NAME}: rank {self.topology.rank} failed in {phase.name}: {message}\n"
+            first = self._fail(failures, phase.name, message)
+            failure = InputError(
+                f"rank {self.topology.rank} failed in {phase.name}: {message}",
                 "--debug shows the stack trace; what was measured before is kept.",
-                file=sys.stderr,
-                flush=True,
             )
-            leave(EXIT_BAD_INPUT)
+            leave(_complain(failure, speaks=first))
+        if self.folder is not None:
+            return _conclude(self.folder, self.config.debug)
         return EXIT_DONE
 
     def _study(self, device: Any, workload: Any, phase: Any, failures: _Failures) -> None:
@@ -375,8 +379,6 @@ class _Worker:
         if self.info is not None:
             self.info = replace(self.info, status="complete")
             writer.write_run_info(folder, self.info)
-            phase.name = "analysis"
-            _conclude(folder)
 
     def _keep_facts(self, facts: tuple[LevelFacts, ...]) -> None:
         """Writes what is known of the levels so far: a run that dies later can be read."""
@@ -392,8 +394,8 @@ class _Worker:
             f"{device.threads} threads a rank; levels: {levels}"
         )
 
-    def _fail(self, failures: _Failures, phase: str, message: str) -> None:
-        """Keeps the failure in run.json, with the first one of all ranks in front."""
+    def _fail(self, failures: _Failures, phase: str, message: str) -> bool:
+        """Keeps the failure in run.json; tells whether it is the first one of all ranks."""
         known = failures.note(phase, message)
         if self.folder is not None and self.info is not None:
             self.info = replace(self.info, status="failed", failures=known)
@@ -401,6 +403,7 @@ class _Worker:
                 writer.write_run_info(self.folder, self.info)
             except OSError as error:
                 print(f"{NAME}: run.json cannot be written: {error}", file=sys.stderr)
+        return known[0].rank == self.topology.rank
 
 
 class _Failures:
@@ -427,7 +430,9 @@ class _Failures:
         return (*found, own)
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"the model called sys.exit({error.code})"
     text = str(error).strip().splitlines()
     message = f"{type(error).__name__}: {text[0] if text else 'no message'}"
     frames = [
@@ -436,17 +441,44 @@ def _one_line(error: Exception) -> str:
     return f"{message} ({frames[-1].filename}:{frames[-1].lineno})" if frames else message
 
 
-def _conclude(folder: Path) -> None:
-    """Analyses a finished run; prints its table and where its files are."""
+def _conclude(folder: Path, debug: bool) -> int:
+    """Analyses a finished run, prints its table and where its files are; returns the exit code.
+
+    The run is measured and kept whatever happens here.
+    """
     from ddp_profiler.report import console, plots
 
-    summary = load_summary(folder)
-    writer.write_json(paths.summary_file(folder), summary)
-    saved = plots.save_all(summary, folder)
-    print(console.render(summary, color=sys.stdout.isatty()))
-    for path in (paths.summary_file(folder), *saved):
-        print(f"  {path}")
-    print(f"Run folder: {folder}", flush=True)
+    again = f"The measurements are kept; try: ddp-profiler analyze {folder}"
+    try:
+        summary = load_summary(folder)
+        writer.write_json(paths.summary_file(folder), summary)
+        saved = plots.save_all(summary, folder)
+        lines = [f"  {path}" for path in (paths.summary_file(folder), *saved)]
+        text = "\n".join(
+            [
+                console.render(summary, color=sys.stdout is not None and sys.stdout.isatty()),
+                *lines,
+                f"Run folder: {folder}",
+            ]
+        )
+        write_out(console.for_encoding(text + "\n", getattr(sys.stdout, "encoding", None)))
+        _check_expectation(summary)
+    except DdpProfilerError as error:
+        return _complain(error, speaks=True)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        failure = InputError(f"The result could not be shown: {_one_line(error)}", again)
+        return _complain(failure, speaks=True)
+    return EXIT_DONE
+
+
+def _check_expectation(summary: Summary) -> None:
+    """Compares the observed global batch with the one that the user expects.
+
+    Raises:
+        CheckFailed: They differ at a level that the user's word is about.
+    """
     wrong = [
         f"{level.id} {level.batch_check.observed}"
         for level in summary.levels

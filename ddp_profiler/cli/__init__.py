@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from ddp_profiler._version import __version__
-from ddp_profiler.errors import EXIT_DONE, DdpProfilerError, UsageError
+from ddp_profiler.errors import EXIT_BAD_INPUT, EXIT_DONE, DdpProfilerError, InputError, UsageError
 
 NAME = "ddp-profiler"
 
@@ -42,7 +42,7 @@ class _LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="ddp-profiler")
 @click.option("--debug", is_flag=True, help="Show the stack trace of an error.")
 def _group(debug: bool) -> None:
-    r"""Analyse runs of ddp_profiler: where the time of a data-parallel step goes.
+    """Analyse runs of ddp_profiler: where the time of a data-parallel step goes.
 
     \b
     Measure first, with the launcher that you train with:
@@ -53,24 +53,62 @@ def _group(debug: bool) -> None:
 
     Exit codes: 0 done; 1 a check that you asked for does not hold; 2 wrong usage or
     settings; 3 unusable input.
-    """
+    """  # noqa: D301 (click needs the character itself)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = parse_click(_group, given, NAME)
+        code = parse_click(_group, given or ["--help"], NAME)
     except DdpProfilerError as error:
         if "--debug" in given:
             raise
         print(f"{NAME}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # The reader, such as head, has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(EXIT_DONE)
+    except OSError as error:
+        # Such as help that stdout cannot take.
+        if "--debug" in given:
+            raise
+        _discard_stdout()
+        print(f"{NAME}: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
     sys.exit(code if isinstance(code, int) else EXIT_DONE)
+
+
+def write_out(text: str) -> None:
+    """Writes a command's result on stdout, all of it or with an error.
+
+    A reader that has seen enough, such as head, is no error.
+
+    Args:
+        text: The result. What stdout cannot encode is to be replaced by the caller.
+
+    Raises:
+        InputError: Stdout is closed, or cannot take the text.
+    """
+    # None where the process was started with stdout closed.
+    if sys.stdout is None:
+        raise InputError("Cannot write the result: stdout is closed.")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_stdout()
+    except OSError as error:
+        _discard_stdout()
+        raise InputError(
+            f"Cannot write the result to stdout: {error.strerror or error}."
+        ) from error
+
+
+def _discard_stdout() -> None:
+    """Lets what stdout still holds go nowhere, or the interpreter complains when it ends."""
+    if sys.stdout is None:
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def parse_click(

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 
 import click
+
+from ddp_profiler.cli import write_out
 
 
 @click.command("analyze")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the content of summary.json.")
 def command(run: Path, as_json: bool) -> None:
-    r"""Show where the step time of RUN went, level by level.
+    """Show where the step time of RUN went, level by level.
 
     RUN is the folder that ddp_profiler.run names when it ends. The figures are
     derived anew from the raw marks, so a run that was cut short can be read too:
     it is then marked PARTIAL. Nothing in the folder is changed.
 
     \b
-    Example:
-        ddp-profiler analyze runs/gpt-tiny-20260101-120000
-        ddp-profiler analyze runs/gpt-tiny-20260101-120000 --json | jq '.levels[].breakdown_ms'
-    """
+    Examples:
+        ddp-profiler analyze runs/NAME
+        ddp-profiler analyze runs/NAME --json | jq '.levels[].breakdown_ms'
+    """  # noqa: D301 (click needs the character itself)
     # Here, so that --help does not load what reading a run needs.
     import msgspec
 
@@ -30,8 +34,20 @@ def command(run: Path, as_json: bool) -> None:
     from ddp_profiler.report import console
 
     summary = load_summary(run)
+    # None where stdout is closed, as write_out then says.
+    encoding = getattr(sys.stdout, "encoding", None)
     if as_json:
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
-        click.echo(text)
+        write_out(_json_for_encoding(text, encoding) + "\n")
     else:
-        click.echo(console.render(summary, color=sys.stdout.isatty()), nl=False)
+        color = sys.stdout is not None and sys.stdout.isatty()
+        write_out(console.for_encoding(console.render(summary, color=color), encoding))
+
+
+def _json_for_encoding(text: str, encoding: str | None) -> str:
+    """Returns JSON that the encoding can hold: other characters stand in strings only."""
+    try:
+        text.encode(encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return re.sub(r"[^\x00-\x7f]", lambda found: json.dumps(found[0])[1:-1], text)
+    return text

@@ -15,6 +15,22 @@ from ddp_profiler.schema import LevelSettings
 from ddp_profiler.workload import Workload
 
 
+def check_data(workload: Workload, level: LevelSettings) -> None:
+    """Checks that the data is enough for a micro-step of a level.
+
+    Raises:
+        UsageError: It is not.
+    """
+    samples = len(workload.dataset)  # type: ignore[arg-type]
+    needed = level.dp * level.micro_batch
+    if samples < needed:
+        raise UsageError(
+            f"The data has {samples} samples; one micro-step at dp {level.dp} with "
+            f"micro-batch {level.micro_batch} needs {needed}.",
+            "Give more data, or lower --micro-batch.",
+        )
+
+
 class Batches:
     """Endless micro-batches of one rank, epoch after epoch, each rank its own share.
 
@@ -37,6 +53,7 @@ class Batches:
         seed: int,
         device: torch.device,
     ) -> None:
+        check_data(workload, level)
         self._device = device
         self._sampler: DistributedSampler[Any] = DistributedSampler(
             workload.dataset, num_replicas=level.dp, rank=group_rank, seed=seed, drop_last=True
@@ -48,13 +65,6 @@ class Batches:
             drop_last=True,
             pin_memory=device.type == "cuda",
         )
-        if len(self._loader) == 0:
-            samples = len(workload.dataset)  # type: ignore[arg-type]
-            raise UsageError(
-                f"The data has {samples} samples; one micro-step at dp {level.dp} with "
-                f"micro-batch {level.micro_batch} needs {level.dp * level.micro_batch}.",
-                "Give more data, or lower --micro-batch.",
-            )
         self._stream = self._forever()
 
     def _forever(self) -> Iterator[Any]:

@@ -129,7 +129,7 @@ class DeviceTimeline:
     def time_ns(self, mark: Mark) -> int:
         """Returns the time of a mark in ns; waits where the stream has not reached it."""
         mark.synchronize()
-        return self._anchor_ns + round(self._anchor.elapsed_time(mark) * 1e6)
+        return self._anchor_ns + round(float(self._anchor.elapsed_time(mark)) * 1e6)
 
     def move_anchor(self) -> None:
         """Ties the device's time to the host's anew. Waits for the device.

@@ -20,8 +20,9 @@ from ddp_profiler.measure import environment
 from ddp_profiler.measure.topology import Topology
 from ddp_profiler.schema import LevelSettings, RankPlace
 
-_WAIT_SLICE_S = 2.0
-"""How long a signal may have to wait for an idle rank."""
+_SHORTEST_PAUSE_S = 0.002
+_LONGEST_PAUSE_S = 0.25
+"""Between asking the store: idle ranks notice the end of a level this late, at little cost."""
 
 
 @dataclass(frozen=True)
@@ -113,27 +114,27 @@ class Session:
         """Waits for a value that a rank makes known and returns it as ``kind``.
 
         Waiting costs no processor time worth naming. It ends after the timeout, or, with a
-        ``heartbeat`` counter, once that has not moved for the timeout. It is done in slices,
-        since the store's own waiting cannot be interrupted.
+        ``heartbeat`` counter, once that has not moved for the timeout. It asks now and then,
+        since the store's own waiting cannot be interrupted and warns when it ends.
 
         Raises:
             DdpProfilerError: Nobody made the value known in time.
         """
         beats, moved = 0, time.monotonic()
         limit = self.timeout.total_seconds()
-        while True:
-            try:
-                self.store.wait([key], timedelta(seconds=min(_WAIT_SLICE_S, limit)))
-                return msgspec.json.decode(self.store.get(key), type=kind)
-            except dist.DistError as error:
-                now = self.store.add(heartbeat, 0) if heartbeat else beats
-                if now != beats:
-                    beats, moved = now, time.monotonic()
-                elif time.monotonic() - moved >= limit:
-                    raise DdpProfilerError(
-                        f"Rank {self.rank} waited {limit:g} s for {key!r} and nothing moved.",
-                        "A rank has died or hangs; raise --timeout if it is only slow.",
-                    ) from error
+        pause = _SHORTEST_PAUSE_S
+        while not self.store.check([key]):
+            now = self.store.add(heartbeat, 0) if heartbeat else beats
+            if now != beats:
+                beats, moved = now, time.monotonic()
+            elif time.monotonic() - moved >= limit:
+                raise DdpProfilerError(
+                    f"Rank {self.rank} waited {limit:g} s for {key!r} and nothing moved.",
+                    "A rank has died or hangs; raise --timeout if it is only slow.",
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return msgspec.json.decode(self.store.get(key), type=kind)
 
     def beat(self, heartbeat: str) -> None:
         """Tells ranks that wait with :meth:`learn` that things move."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rich import box
+from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,7 +17,13 @@ from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.results import LevelResult, Summary
 
 WIDTH = 80
-_LEVELS_PER_TABLE = 4
+_GAP = 2
+_HEADER_LEAST = 8
+_CORNER = "ms a step"
+_ASCII_BOX = {
+    code: "-" if chr(code) in "─━┄┅┈┉╌╍═╴╶╸╺╼╾" else "|" if chr(code) in "│┃┆┇┊┋╎╏║╵╷╹╻╽╿" else "+"
+    for code in range(0x2500, 0x2580)
+}
 
 _PART_LABELS = {
     "data": "data",
@@ -45,12 +53,36 @@ def render(summary: Summary, *, color: bool = False) -> str:
     )
     for line in _heading(summary):
         console.print(Text(units.printable(line)))
-    levels = summary.levels
-    for start in range(0, len(levels), _LEVELS_PER_TABLE):
-        console.print(_table(levels[start : start + _LEVELS_PER_TABLE]))
+    for table in _tables(summary.levels):
+        console.print(table)
     for line in _footnotes(summary):
         console.print(Text(units.printable(line)))
     return output.getvalue()
+
+
+def for_encoding(text: str, encoding: str | None) -> str:
+    r"""Returns a text that a stream of this encoding can take.
+
+    A text that it can take already stays as it is. Else the lines of tables become ASCII,
+    and other characters that cannot be encoded are escaped.
+
+    >>> for_encoding("── é ±", "ascii"), for_encoding("── é ±", "utf-8")
+    ('-- \\xe9 \\xb1', '── é ±')
+
+    Args:
+        text: Any text.
+        encoding: As ``sys.stdout.encoding`` says; None for a stream that takes everything.
+    """
+    if encoding is None:
+        return text
+    try:
+        text.encode(encoding)
+        return text
+    except LookupError:
+        encoding = "ascii"
+    except UnicodeEncodeError:
+        pass
+    return text.translate(_ASCII_BOX).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _heading(summary: Summary) -> list[str]:
@@ -67,14 +99,80 @@ def _heading(summary: Summary) -> list[str]:
     return [first]
 
 
-def _table(levels: Sequence[LevelResult]) -> Table:
+@dataclass(slots=True)
+class _Row:
+    """A line of the table: a cell for each level."""
+
+    label: str
+    cells: list[str]
+    style: str
+    ends_section: bool = False
+
+
+def _tables(levels: Sequence[LevelResult]) -> list[Table]:
+    """Returns tables of as many levels each as fit without cutting a cell."""
+    if not levels:
+        return []
+    rows = _rows(levels)
+    headers = [units.printable(level.id) for level in levels]
+    # Only headers may be broken.
+    widths = [
+        max(min(cell_len(header), _HEADER_LEAST), *(cell_len(row.cells[index]) for row in rows))
+        for index, header in enumerate(headers)
+    ]
+    room = WIDTH - max(cell_len(_CORNER), *(cell_len(row.label) for row in rows))
+    tables = []
+    begin = 0
+    while begin < len(levels):
+        end, left = begin + 1, room - _GAP - widths[begin]
+        while end < len(levels) and left >= _GAP + widths[end]:
+            left -= _GAP + widths[end]
+            end += 1
+        tables.append(_table(rows, headers, widths, range(begin, end), left))
+        begin = end
+    return tables
+
+
+def _table(
+    rows: Sequence[_Row], headers: Sequence[str], widths: Sequence[int], part: range, left: int
+) -> Table:
+    """Returns the table of some levels; ``left`` columns are free for long headers."""
+    columns = {index: widths[index] for index in part}
+    if left < 0:  # A single level is wider than the screen: its cells are broken too.
+        columns[part[0]] += left
+    for _ in range(left):
+        # To the header that lacks most.
+        index = max(part, key=lambda i: cell_len(headers[i]) - columns[i])
+        if cell_len(headers[index]) <= columns[index]:
+            break
+        columns[index] += 1
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("ms a step", no_wrap=True)
-    for level in levels:
-        table.add_column(units.printable(level.id), justify="right", no_wrap=True)
+    table.add_column(_CORNER, no_wrap=True)
+    for index, width in columns.items():
+        header = Text("\n".join(_broken(headers[index], width)))
+        table.add_column(header, justify="right", width=width, overflow="fold")
+    for row in rows:
+        cells = (Text(row.cells[index]) for index in part)
+        table.add_row(row.label, *cells, style=row.style, end_section=row.ends_section)
+    return table
+
+
+def _broken(text: str, width: int) -> list[str]:
+    """Returns the lines of a header, broken after hyphens where that is enough."""
+    lines = [""]
+    for piece in text.replace("-", "-\n").split("\n"):
+        if cell_len(lines[-1] + piece) <= width:
+            lines[-1] += piece
+        else:
+            lines += chop_cells(piece, width)
+    return [line for line in lines if line]
+
+
+def _rows(levels: Sequence[LevelResult]) -> list[_Row]:
+    rows: list[_Row] = []
 
     def row(label: str, cell: Callable[[LevelResult], str], style: str = "") -> None:
-        table.add_row(label, *(cell(level) for level in levels), style=style)
+        rows.append(_Row(label, [cell(level) for level in levels], style))
 
     row(
         "micro-batch x acc. x dp",
@@ -92,7 +190,7 @@ def _table(levels: Sequence[LevelResult]) -> Table:
         row("share of peak FLOP/s", lambda v: units.percent(v.mfu))
     if any(level.tokens_per_s is not None for level in levels):
         row("tokens/s", lambda v: units.rate(v.tokens_per_s))
-    table.add_section()
+    rows[-1].ends_section = True
     row(
         "instrumented step (mean)",
         lambda v: units.ms(v.instrumented_step_ms.mean if v.instrumented_step_ms else None),
@@ -100,14 +198,14 @@ def _table(levels: Sequence[LevelResult]) -> Table:
     )
     for part in PARTS:
         row(f"  {_PART_LABELS[part]}", lambda v, part=part: _part(v, part))  # type: ignore[misc]
-    table.add_section()
+    rows[-1].ends_section = True
     row("comm in flight", lambda v: units.ms(v.comm.busy_ms))
     row("  hidden by backward", lambda v: units.percent(v.comm.overlap_fraction, 0))
     row("collectives / buckets", _collectives)
     row("gradients reduced", lambda v: units.nbytes(v.comm.gradient_bytes))
     row("cost of measuring", lambda v: _overhead(v)[0])
     row("  95 % interval", lambda v: _overhead(v)[1])
-    return table
+    return rows
 
 
 def _batch(level: LevelResult) -> str:

@@ -1,4 +1,4 @@
-"""Tells on stderr how a study goes: a bar on a terminal, a line per level elsewhere."""
+"""Tells on stderr how a study goes: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ddp_profiler.schema import LevelSettings
 class StudyProgress:
     """Progress of a study, shown by one rank.
 
-    Nothing is drawn while a block runs: no thread of ours competes with the training.
+    Nothing is drawn while a block runs: no thread of ours competes with the training. Where
+    there is no terminal, a line says that a level begins and another that it has ended.
 
     Args:
         total: Number of levels.
@@ -34,18 +35,27 @@ class StudyProgress:
         """Shows that a level begins; ``number`` counts from 0."""
         self._label = f"[{number + 1}/{self._total}] {level.id}"
         self._begin = time.monotonic()
-        if self._stream.isatty():
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=30),
-                TextColumn("{task.percentage:>3.0f} %"),
-                TimeElapsedColumn(),
-                console=Console(file=self._stream),
-                auto_refresh=False,
-                transient=True,
-            )
-            self._task = self._bar.add_task(self._label.replace("[", r"\["), total=blocks)
-            self._bar.refresh()
+        console = Console(file=self._stream)
+        if not (self._stream.isatty() and console.is_terminal and not console.is_dumb_terminal):
+            print(f"{self._label} ...", file=self._stream, flush=True)
+            return
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=30),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeElapsedColumn(),
+            console=console,
+            # Neither a thread, nor what the training prints sent through the bar.
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            transient=True,
+        )
+        self._task = self._bar.add_task(self._label, total=blocks)
+        self._bar.start()
+        # A run that dies must not leave a terminal without its cursor.
+        console.show_cursor(True)
+        self._bar.refresh()
 
     def block_ends(self) -> None:
         """Shows that a block has ended."""

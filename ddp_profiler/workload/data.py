@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -92,8 +93,9 @@ class ByteDataset(Dataset[Tensor]):
     """A text file as tokens of one byte each.
 
     Sample i is the bytes [i * context, (i + 1) * context], the last one included: context
-    inputs, and the same shifted by one as targets. The file is mapped, not read, and each
-    process opens it for itself.
+    inputs, and the same shifted by one as targets. Each sample is read when it is asked for,
+    not mapped: a file that is cut short in use is then an error, not the end of the process.
+    Each process that gets the data set pickled opens the file for itself.
 
     Args:
         path: Any file.
@@ -107,7 +109,7 @@ class ByteDataset(Dataset[Tensor]):
         self._path = Path(path)
         self._context = context
         self._size = _readable_size(self._path)
-        self._bytes: npt.NDArray[np.uint8] | None = None
+        self._descriptor: int | None = None
         if len(self) < 1:
             have = "is empty" if self._size == 0 else f"has {_bytes(self._size)}"
             raise InputError(
@@ -122,23 +124,32 @@ class ByteDataset(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        if self._bytes is None:
-            self._bytes = self._map()
-        begin = index * self._context
-        return torch.from_numpy(self._bytes[begin : begin + self._context + 1].astype(np.int64))
+        wanted = self._context + 1
+        try:
+            if self._descriptor is None:
+                self._descriptor = self._open()
+            # No seek: forked workers share the place in the file.
+            read = os.pread(self._descriptor, wanted, index * self._context)
+        except OSError as error:
+            raise self._changed(error.strerror or str(error)) from error
+        if len(read) < wanted:
+            raise self._changed(f"it had {_bytes(self._size)} and is shorter now")
+        return torch.from_numpy(np.frombuffer(read, dtype=np.uint8).astype(np.int64))
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled map would carry the whole file to every worker.
-        return {**self.__dict__, "_bytes": None}
+        # A descriptor means nothing to another process.
+        return {**self.__dict__, "_descriptor": None}
 
-    def _map(self) -> npt.NDArray[np.uint8]:
-        try:
-            return np.memmap(self._path, dtype=np.uint8, mode="r", shape=(self._size,))
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"--data {self._path} can no longer be read as it was at the start: {error}.",
-                "Leave the file as it is while it is in use.",
-            ) from error
+    def _open(self) -> int:
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
+
+    def _changed(self, how: str) -> InputError:
+        return InputError(
+            f"--data {self._path} can no longer be read as it was at the start: {how}.",
+            "Leave the file as it is while it is in use.",
+        )
 
 
 def _readable_size(path: Path) -> int:

@@ -234,6 +234,111 @@ def test_no_figure_is_cut():
         assert f"{64 * dp} ok" in text
 
 
+def extreme(level_id: str = "dp128-mb16-acc128", **changes) -> LevelResult:
+    values = {
+        "id": level_id,
+        "dp": 128,
+        "micro_batch": 16,
+        "accumulation": 128,
+        "global_batch": 262144,
+        "step_ms": Distribution(123456.7, 123456.7, 1.0, 2.0, (111111.1, 222222.2)),
+        "instrumented_step_ms": Distribution(123456.7, 123456.7, 1.0, 2.0, None),
+        "samples_per_s": 12345678.9,
+        "tokens_per_s": 12345678901.2,
+        "mfu": 1.0,
+        "breakdown_ms": dict.fromkeys(PARTS, 123456.7),
+        "batch_check": replace(
+            BatchCheck(None, 262144, 262143, False, None, None, None, None, None, None, ()),
+            ranks_agree=False,
+        ),
+        "overhead": Overhead(1.0, 2.0, -100.0, (-100.0, 250.0)),
+        "speedup": 128.0,
+        "efficiency": 1.0,
+        **changes,
+    }
+    return make_level(**values)
+
+
+EXTREME_CELLS = (
+    "16 x 128 x 128",
+    "262144 SAW 262143",
+    "RANKS DIFFER",
+    "111111..222222",
+    "128.00x 100.0 %",
+    "123457  100%",
+    "-100.0..+250.0",
+)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_extreme_figures_are_never_cut(count):
+    text = console.render(make_summary(*(extreme() for _ in range(count))))
+    assert max(map(width, text.splitlines())) <= 80
+    assert "…" not in text
+    for cell in EXTREME_CELLS:
+        assert text.count(cell) == count * (len(PARTS) if cell.endswith("00%") else 1), cell
+    assert text.count("dp128-mb16-acc128") == count
+    assert text.count("instrumented step (mean)") == len(heads(text))
+
+
+def heads(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("ms a step")]
+
+
+def test_small_figures_beside_large_ones():
+    levels = [extreme(), make_level(), make_level(id="dp1"), make_level(id="dp4"), extreme()]
+    text = console.render(make_summary(*levels))
+    assert max(map(width, text.splitlines())) <= 80
+    assert "…" not in text
+    assert all(text.count(cell) >= 2 for cell in EXTREME_CELLS)
+
+
+def test_only_the_header_is_broken():
+    levels = [make_level(id=f"dp{n}-mb16-acc128") for n in (16, 32, 64, 128)]
+    text = console.render(make_summary(*levels))
+    assert max(map(width, text.splitlines())) <= 80
+    assert len(heads(text)) == 1
+    assert text.count("77.7..79.3") == 4
+    lines = text.splitlines()
+    last = lines.index(heads(text)[0])
+    assert lines[last - 1].split() == ["dp16-mb16-", "dp32-mb16-", "dp64-mb16-", "dp128-mb16-"]
+    assert lines[last].split()[3:] == ["acc128"] * 4
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "-" * 90, "漢" * 60, "a-" + "b" * 100])
+def test_header_of_any_length(name):
+    text = console.render(make_summary(make_level(id=name), make_level(), make_level(id=name)))
+    assert max(map(width, text.splitlines())) <= 80
+    assert "…" not in text
+    assert text.count(name[-1]) >= 2 * name.count(name[-1])
+    assert text.count("77.7..79.3") == 3
+
+
+def test_figure_wider_than_the_screen_is_broken_not_cut():
+    text = console.render(make_summary(make_level(samples_per_s=1e90)))
+    assert max(map(width, text.splitlines())) <= 80
+    assert "…" not in text
+    digits = f"{1e90:.0f}"
+    lines = text.splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("samples/s"))
+    assert cells(text, "samples/s")[0] + lines[place + 1].strip() == digits
+
+
+def test_for_encoding():
+    text = console.render(make_summary(make_level(), notes=("größer ± 漢",)))
+    assert console.for_encoding(text, "utf-8") == text
+    assert console.for_encoding(text, None) == text
+    for encoding in ("ascii", "ANSI_X3.4-1968", "no-such-encoding"):
+        plain = console.for_encoding(text, encoding)
+        assert plain.isascii()
+        assert text.translate({ord("─"): "-"}).splitlines()[:-1] == plain.splitlines()[:-1]
+        assert plain.endswith("note: gr\\xf6\\xdfer \\xb1 \\u6f22\n")
+    latin = console.for_encoding(text, "latin-1")
+    assert "größer ± \\u6f22" in latin
+    assert "--------" in latin
+    assert console.for_encoding("a\udc80", "utf-8") == "a\\udc80"
+
+
 def test_colour_only_where_asked_for():
     summary = make_summary(make_level(), empty_level(id="dp4"))
     plain, colored = console.render(summary), console.render(summary, color=True)

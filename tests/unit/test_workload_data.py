@@ -1,5 +1,6 @@
 """Synthetic samples and files read as bytes."""
 
+import gc
 import os
 import pickle
 from pathlib import Path
@@ -99,7 +100,7 @@ def test_any_bytes_will_do(tmp_path):
     assert ByteDataset(str(path), 3)[0].tolist() == [255, 254, 0, 128]
 
 
-def test_pickles_without_the_map(tmp_path):
+def test_pickles_without_the_content(tmp_path):
     path = tmp_path / "large.txt"
     path.write_bytes(b"x" * 1_000_000)
     data = ByteDataset(path, 10)
@@ -179,8 +180,56 @@ def test_too_short_a_file(text):
     )
 
 
-def test_file_that_shrinks_in_use(text):
+CHANGED = "can no longer be read as it was at the start"
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["before use", "in use"])
+@pytest.mark.parametrize("left", [b"", b"abc", bytes(8)])
+def test_file_that_shrinks(text, opened, left):
     data = ByteDataset(text, 4)
-    text.write_bytes(b"abc")
-    with pytest.raises(InputError, match="can no longer be read as it was at the start"):
+    if opened:
+        assert data[1].tolist() == [4, 5, 6, 7, 8]
+    text.write_bytes(left)  # The same file, cut: a map of it would end the process by SIGBUS.
+    with pytest.raises(InputError, match=f"{CHANGED}: it had 10 bytes and is shorter now"):
+        data[1]
+
+
+def test_file_that_vanishes_before_use(text):
+    data = ByteDataset(text, 4)
+    text.unlink()
+    with pytest.raises(InputError, match=f"{CHANGED}: No such file"):
         data[0]
+
+
+def test_file_that_shrinks_under_a_worker(text):
+    data = ByteDataset(text, 4)
+    data[0]
+    text.write_bytes(b"abc")
+    with pytest.raises(InputError, match=CHANGED):
+        list(DataLoader(data, num_workers=1))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_read_what_this_process_reads(tmp_path, method):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(256)))
+    data = ByteDataset(path, 5)
+    here = torch.stack([data[i] for i in range(len(data))])
+    loader = DataLoader(data, batch_size=10, num_workers=1, multiprocessing_context=method)
+    # Reads on both sides at once: no place in the file is shared.
+    batches = []
+    for batch in loader:
+        assert torch.equal(data[50], here[50])
+        batches.append(batch)
+    assert torch.equal(torch.cat(batches), here)
+
+
+def test_descriptor_is_closed_with_the_data_set(text):
+    data = ByteDataset(text, 4)
+    data[0]
+    descriptor = data._descriptor
+    os.fstat(descriptor)
+    del data
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

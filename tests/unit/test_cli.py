@@ -1,0 +1,107 @@
+"""The command line: help, and a stdout that is closed, full or narrow in its characters."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ddp_profiler.report import console
+
+from .test_console import make_level, make_summary
+
+NOTES = ("größer 漢",)
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+# Without what reads runs: it takes 2 s to import.
+COMMAND = """
+import sys, types
+from ddp_profiler.cli import main
+if "run" in {0}:
+    from tests.unit.test_cli import summary
+    sys.modules["ddp_profiler.load"] = types.SimpleNamespace(load_summary=lambda run: summary())
+main({0})
+"""
+
+
+def summary():
+    return make_summary(make_level(), notes=NOTES)
+
+
+def call(*arguments, shell="", stdout=subprocess.PIPE, **environment):
+    """Runs main in a process of its own, with the summary above for every run folder."""
+    python = [sys.executable, "-c", COMMAND.format(list(arguments))]
+    command = ["bash", "-c", f'"$@" {shell}', "bash", *python] if shell else python
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHON"))}
+    return subprocess.run(
+        command,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env={**kept, "PYTHONUTF8": "1", **environment},
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["analyze", "--help"]])
+def test_help_keeps_its_examples(arguments):
+    done = call(*arguments)
+    text = done.stdout.decode()
+    assert done.returncode == 0
+    assert "\\b" not in text
+    assert "\b" not in text
+    lines = [line.strip() for line in text.splitlines()]
+    assert "ddp-profiler analyze runs/NAME" in lines
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_no_arguments_show_the_help():
+    done = call()
+    assert done.returncode == 0
+    assert done.stdout == call("--help").stdout
+    assert done.stderr == b""
+
+
+def test_stdout_takes_all():
+    done = call("analyze", "run")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode() == console.render(summary())
+    assert json.loads(call("analyze", "run", "--json").stdout)["notes"] == list(NOTES)
+
+
+@pytest.mark.parametrize("arguments", [["analyze", "run"], ["analyze", "run", "--json"]])
+@pytest.mark.parametrize(
+    ("shell", "words"), [(">&-", "stdout is closed"), (">/dev/full", "No space left on device")]
+)
+def test_stdout_that_takes_nothing(arguments, shell, words):
+    done = call(*arguments, shell=shell)
+    assert done.returncode == 3
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("ddp-profiler: Cannot write the result")
+    assert words in line
+
+
+def test_help_on_a_full_device():
+    done = call("--help", shell=">/dev/full")
+    assert done.returncode == 3
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_reader_that_has_seen_enough():
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = call("analyze", "run", stdout=write)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("environment", [ASCII, {"PYTHONIOENCODING": "ascii"}])
+def test_ascii_stdout(environment):
+    done = call("analyze", "run", **environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode("ascii") == console.for_encoding(console.render(summary()), "ascii")
+    assert b"-----" in done.stdout
+    done = call("analyze", "run", "--json", **environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert json.loads(done.stdout.decode("ascii"))["notes"] == list(NOTES)
