@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ddp_profiler.errors import UsageError
@@ -76,8 +77,10 @@ def nearest_legal(global_batch: int, asked: Batch) -> tuple[Batch, ...]:
     found: list[Batch] = []
     if global_batch % asked.dp == 0:
         share = global_batch // asked.dp
-        splits = [Batch(m, share // m, asked.dp) for m in range(1, share + 1) if share % m == 0]
-        found.append(min(splits, key=lambda b: abs(b.micro_batch - asked.micro_batch)))
+        small = [m for m in range(1, math.isqrt(share) + 1) if share % m == 0]
+        splits = {*small, *(share // m for m in small)}
+        micro_batch = min(splits, key=lambda m: abs(m - asked.micro_batch))
+        found.append(Batch(micro_batch, share // micro_batch, asked.dp))
     else:
         sizes = [
             dp

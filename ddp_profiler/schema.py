@@ -136,6 +136,8 @@ class BatchProof:
         factor_name: What that number is, such as ``dp`` or ``accumulation``; None where it
             is 1 or where no product of the settings matches.
         notes: Why something was not computed or need not hold.
+        unexplained: Whether they differ by more than rounding and no factor explains it,
+            though they had to be equal.
         must_be_equal: Whether the gradients had to be equal; false where samples influence
             each other or draw their own random numbers, which the notes say.
     """
@@ -146,6 +148,7 @@ class BatchProof:
     factor: float | None
     factor_name: str | None
     notes: tuple[str, ...] = ()
+    unexplained: bool = False
     must_be_equal: bool = True
 
 

@@ -10,21 +10,24 @@ from ddp_profiler.analysis.results import Finding, LevelResult
 
 _SEVERITIES = ("error", "warning", "info")
 
-_LIMITING = 0.25
-"""A part below this share of the step is not called its limit; then compute is."""
-
 _FACTOR_TOLERANCE = 1e-3
-_ERROR = 1e-2
-"""Largest error of a gradient that rounding may explain in any precision."""
+
+_EXPOSED = {
+    "forward_comm": "buffers are broadcast before forward",
+    "backward_comm": "modules reduce inside backward",
+    "exposed_transfer": "gradients still travel when backward is done (exposed transfer)",
+    "exposed_wait": "ranks wait for the last one to finish its backward (waiting)",
+}
 
 _LIMITS = {
-    "data": ("input", "the loop waits for its next micro-batch"),
-    "forward_comm": ("communication in forward", "buffers are broadcast before forward"),
-    "backward_comm": ("communication in backward", "modules reduce inside backward"),
-    "exposed_transfer": ("exposed transfer", "gradients still travel when backward is done"),
-    "exposed_wait": ("waiting", "ranks wait for the last one to finish its backward"),
-    "exposed_copy": ("copying", "reduced buckets are copied back to the gradients"),
+    "compute": "forward and backward take most of the step",
+    "input": "the loop waits for its next micro-batch",
+    "communication": "",
+    "copying": "reduced buckets are copied back to the gradients",
+    "the optimizer": "its step takes most of the time",
+    "what lies between the parts": "something outside data, forward, backward and optimizer",
 }
+"""What can limit a level, and why; communication says which kind."""
 
 _LOSSES = {
     "wrapper": "DDP's own work (wrapper)",
@@ -74,22 +77,25 @@ def _about_batch(level: LevelResult) -> Iterator[Finding]:
         )
     factor, name = check.gradient_factor, check.gradient_factor_name
     error = check.gradient_max_rel_error
-    scaled = factor is not None and abs(factor - 1) > _FACTOR_TOLERANCE
-    if factor is not None and scaled and (name or check.gradient_must_match):
+    if check.gradient_unexplained:
+        yield Finding(
+            id="gradient-error",
+            severity="error",
+            message=f"{level.id}: gradients differ from those of one process that sees the whole "
+            f"global batch, most in {check.gradient_worst_tensor}; no common factor explains it.",
+            evidence=f"max|difference| / max|gradient| = {units.significant(error)}",
+        )
+    elif (
+        factor is not None
+        and abs(factor - 1) > _FACTOR_TOLERANCE
+        and (name or check.gradient_must_match)
+    ):
         yield Finding(
             id="gradient-scale",
             severity="error",
             message=f"{level.id}: gradients are {factor:.4g} times those of one process that "
             f"sees the whole global batch{f'; that is {name}' if name else ''}.",
             evidence=f"least squares over all tensors; largest error {units.significant(error)}",
-        )
-    elif not scaled and error is not None and error > _ERROR and check.gradient_must_match:
-        yield Finding(
-            id="gradient-error",
-            severity="warning",
-            message=f"{level.id}: gradients differ from those of one process that sees the whole "
-            f"global batch, most in {check.gradient_worst_tensor}.",
-            evidence=f"max|difference| / max|gradient| = {units.significant(error)}",
         )
 
 
@@ -115,20 +121,24 @@ def _about_limits(levels: Sequence[LevelResult]) -> Iterator[Finding]:
         step = level.instrumented_step_ms
         if step is None:
             continue
-        shares = {part: (level.breakdown_ms[part] or 0.0) / step.mean for part in _LIMITS}
-        part = max(shares, key=lambda name: shares[name])
-        if shares[part] >= _LIMITING:
-            limit, why = _LIMITS[part]
-            evidence = f"{units.ms(level.breakdown_ms[part])} of {units.ms(step.mean)} ms"
-            message = f"{level.id} is limited by {limit}: {why}."
-        else:
-            compute = sum(level.breakdown_ms[p] or 0.0 for p in ("forward", "backward"))
-            evidence = (
-                f"forward and backward {units.ms(compute)} of {units.ms(step.mean)} ms; next is "
-                f"{_LIMITS[part][0]} with {units.ms(level.breakdown_ms[part])} ms"
-            )
-            message = f"{level.id} is limited by compute."
-        yield Finding(id="limit", severity="info", message=message, evidence=evidence)
+        parts = {name: value or 0.0 for name, value in level.breakdown_ms.items()}
+        groups = {
+            "compute": parts["forward"] + parts["backward"],
+            "input": parts["data"],
+            "communication": sum(parts[name] for name in _EXPOSED),
+            "copying": parts["exposed_copy"],
+            "the optimizer": parts["optimizer"],
+            "what lies between the parts": parts["other"],
+        }
+        first, second = sorted(groups, key=lambda name: -groups[name])[:2]
+        why = _LIMITS[first] or _EXPOSED[max(_EXPOSED, key=lambda name: parts[name])]
+        yield Finding(
+            id="limit",
+            severity="info",
+            message=f"{level.id} is limited by {first}: {why}.",
+            evidence=f"{units.ms(groups[first])} of {units.ms(step.mean)} ms; next is {second} "
+            f"with {units.ms(groups[second])} ms",
+        )
 
 
 def _about_loss(levels: Sequence[LevelResult]) -> Iterator[Finding]:
@@ -146,17 +156,18 @@ def _about_loss(levels: Sequence[LevelResult]) -> Iterator[Finding]:
     residual = level.waterfall_ms["residual"] or 0.0
     if terms[name] <= 0 or lost <= 0:
         return
-    if abs(residual) > terms[name]:
+    if abs(residual) > terms[name] / 2:
         yield Finding(
             id="dominant-loss",
             severity="info",
-            message=f"At {level.id} no single loss stands out: the residual of the step model is "
-            "larger than every term. Measure more steps, or on a quieter machine.",
+            message=f"At {level.id} no single loss stands out from the residual of the step "
+            "model. Measure more steps, or on a quieter machine.",
             evidence=f"residual {units.ms(residual)} ms, largest term {_LOSSES[name]} "
             f"{units.ms(terms[name])} ms",
         )
         return
-    speedup = "" if level.speedup is None else f" you get {level.speedup:.2f}x and"
+    known = level.speedup is not None and level.reference is not None
+    speedup = f" you get {level.speedup:.2f}x and" if known else ""
     yield Finding(
         id="dominant-loss",
         severity="info",
@@ -176,7 +187,7 @@ def _about_drop(levels: Sequence[LevelResult]) -> Iterator[Finding]:
     if not falls:
         return
     before, after, fall = max(falls, key=lambda item: item[2])
-    if fall < 0.05:
+    if fall < 0.05 or not _differ(_per_sample(before), _per_sample(after)):
         return
     yield Finding(
         id="efficiency-drop",
@@ -193,14 +204,47 @@ def _reason(before: LevelResult, after: LevelResult) -> str:
             f", where the ranks no longer fit on {before.nodes} node"
             f"{'s' if before.nodes > 1 else ''}: gradients cross the network between nodes"
         )
-    if before.waterfall_ms is None or after.waterfall_ms is None:
+    shares = [_loss_shares(level) for level in (before, after)]
+    if not shares[0] or not shares[1]:
         return ""
-    grown = {
-        name: (after.waterfall_ms[name] or 0.0) - (before.waterfall_ms[name] or 0.0)
-        for name in _LOSSES
-    }
+    grown = {name: shares[1][name] - shares[0][name] for name in shares[1]}
     name = max(grown, key=lambda term: grown[term])
-    return f", mostly by {_LOSSES[name]} (+{units.ms(grown[name])} ms)" if grown[name] > 0 else ""
+    return f", mostly by {name} ({_points(grown[name])})" if grown[name] > 0 else ""
+
+
+def _loss_shares(level: LevelResult) -> dict[str, float]:
+    """Returns each loss as a share of the step: at another accumulation ms cannot be compared."""
+    falls, step = level.waterfall_ms, level.instrumented_step_ms
+    if falls is None or step is None or not falls["measured"]:
+        return {}
+    shares = {
+        text: (falls[name] or 0.0) / falls["measured"]
+        for name, text in _LOSSES.items()
+        if name != "optimizer"
+    }
+    # Whole, and not less dp = 1: work per step that more ranks do not divide.
+    optimizer = (level.breakdown_ms["optimizer"] or 0.0) / step.mean
+    return {**shares, "the optimizer step, which more ranks do not divide": optimizer}
+
+
+def _points(share: float) -> str:
+    return f"{share * 100:+.0f} points of the step"
+
+
+def _per_sample(level: LevelResult) -> tuple[float, float] | None:
+    """Returns the interval of a device's time for a sample in ms; None without one."""
+    if level.step_ms is None or level.step_ms.ci95 is None:
+        return None
+    low, high = level.step_ms.ci95
+    each = level.micro_batch * level.accumulation
+    return low / each, high / each
+
+
+def _differ(a: tuple[float, float] | None, b: tuple[float, float] | None) -> bool:
+    """Tells whether two intervals lie apart; an unknown one is taken for a point."""
+    if a is None or b is None:
+        return True
+    return a[1] < b[0] or b[1] < a[0]
 
 
 def _about_accumulation(levels: Sequence[LevelResult]) -> Iterator[Finding]:
@@ -215,13 +259,19 @@ def _about_accumulation(levels: Sequence[LevelResult]) -> Iterator[Finding]:
         per_sample = {lv.id: lv.step_ms.mean / total for lv in timed if lv.step_ms}
         best = min(timed, key=lambda lv: per_sample[lv.id])
         worst = max(timed, key=lambda lv: per_sample[lv.id])
-        more = per_sample[worst.id] / per_sample[best.id] - 1
-        yield Finding(
-            id="accumulation-cost",
-            severity="info",
-            message=f"At dp {dp} and global batch {total}, micro-batch {best.micro_batch} x "
-            f"accumulation {best.accumulation} is the cheapest split; {worst.micro_batch} x "
-            f"{worst.accumulation} costs {units.percent(more)} more per sample.",
-            evidence=f"{units.ms(per_sample[best.id])} and {units.ms(per_sample[worst.id])} ms "
-            "a sample",
+        evidence = (
+            f"{units.ms(per_sample[best.id])} and {units.ms(per_sample[worst.id])} ms a sample"
         )
+        message = (
+            f"At dp {dp} and global batch {total}, micro-batch {best.micro_batch} x "
+            f"accumulation {best.accumulation} is the cheapest split; {worst.micro_batch} x "
+            f"{worst.accumulation} costs "
+            f"{units.percent(per_sample[worst.id] / per_sample[best.id] - 1, 0)} more per sample."
+        )
+        if not _differ(_per_sample(best), _per_sample(worst)):
+            message = (
+                f"At dp {dp} and global batch {total}, splits into micro-batch and accumulation "
+                "show no measurable difference per sample."
+            )
+            evidence += "; their intervals overlap"
+        yield Finding(id="accumulation-cost", severity="info", message=message, evidence=evidence)

@@ -111,7 +111,10 @@ def costs(
         forward=per_micro_step("forward"),
         backward=backward,
         other=per_step("other") / accumulation,
-        sync_backward=_mean([float(v) for v in local]) - backward if local else 0.0,
+        # Module collectives inside backward are a term of their own.
+        sync_backward=_mean([float(v) for v in local]) - per_step("backward_comm") - backward
+        if local
+        else 0.0,
         forward_comm=per_step("forward_comm"),
         backward_comm=per_step("backward_comm"),
         exposed_wait=None if np.isnan(wait) else wait,

@@ -68,6 +68,8 @@ class BatchCheck:
         gradient_worst_tensor: The tensor with that error.
         gradient_factor: The number by which the gradients are too large; about 1 if right.
         gradient_factor_name: What that number is, such as ``dp``; None where it is 1.
+        gradient_unexplained: Whether they differ by more than rounding and no factor explains
+            it, though they had to match; None if not run.
         gradient_must_match: Whether the gradients had to be those of one process; false where
             samples influence each other or are dropped at random; None if not run.
         ranks_agree: Whether gradients were equal on all ranks; None if not checked.
@@ -82,6 +84,7 @@ class BatchCheck:
     gradient_worst_tensor: str | None
     gradient_factor: float | None
     gradient_factor_name: str | None
+    gradient_unexplained: bool | None
     gradient_must_match: bool | None
     ranks_agree: bool | None
     notes: tuple[str, ...]
@@ -131,7 +134,7 @@ class LevelResult:
 
     Times are means over ranks and steps. ``mfu`` is achieved over peak FLOP/s; ``costs_ms``
     is the level in the step model; ``contention_ms``, ``wrapper_ms`` and ``waterfall_ms``
-    compare it with dp = 1. What needs a dp = 1 level is None without one.
+    compare it with the dp = 1 level named by ``reference``. What needs one is None without.
     """
 
     id: str
@@ -159,6 +162,7 @@ class LevelResult:
     costs_ms: StepCosts | None
     contention_ms: float | None
     wrapper_ms: float | None
+    reference: str | None
     speedup: float | None
     efficiency: float | None
     pop: Pop | None

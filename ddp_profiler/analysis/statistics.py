@@ -70,13 +70,16 @@ def summarize(values: Floats, repetition: Ints | None = None) -> Distribution | 
 
 
 def repetition_interval(medians: Floats, center: float) -> tuple[float, float]:
-    """Returns Student's 95 % interval from the medians of 2 or more repetitions."""
+    """Returns Student's 95 % interval from the medians of 2 or more repetitions.
+
+    Taken on logarithms, since times are positive and differ by factors.
+    """
     half = float(
         stats.t.ppf(0.5 + _CONFIDENCE / 2, len(medians) - 1)
-        * medians.std(ddof=1)
+        * np.log(medians).std(ddof=1)
         / np.sqrt(len(medians))
     )
-    return center - half, center + half
+    return center * float(np.exp(-half)), center * float(np.exp(half))
 
 
 def block_bootstrap(

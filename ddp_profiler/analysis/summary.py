@@ -155,8 +155,9 @@ def _measured(
         return _common([steps for steps in found if len(steps)])
 
     places = {place.rank: place for place in info.ranks}
-    comparable = len({places[r].clock_domain for r in level.ranks if r in places}) <= 1
     instrumented = steps_of(Variant.INSTRUMENTED)
+    one_clock = len({places[r].clock_domain for r in level.ranks if r in places}) <= 1
+    comparable = one_clock and len(instrumented) == level.dp
     return _Measured(
         index=index,
         level=level,
@@ -183,15 +184,51 @@ def _common(ranks: Sequence[Steps]) -> tuple[Steps, ...]:
     )
 
 
-def _reference(measured: _Measured, all_levels: Sequence[_Measured]) -> _Measured | None:
-    """Finds the dp = 1 level to compare with: same micro-batch, nearest accumulation."""
+@dataclass(frozen=True)
+class _Reference:
+    """The dp = 1 level that a level is compared with, and what that comparison allows."""
+
+    measured: _Measured
+    same_work: bool
+    same_micro_batch: bool
+
+
+def _reference(measured: _Measured, all_levels: Sequence[_Measured]) -> _Reference | None:
+    """Finds the dp = 1 level to compare with; the same one for everything.
+
+    In this order: same micro-batch and accumulation (weak scaling); same micro-batch and
+    global batch (strong scaling); same global batch (throughputs can be compared, costs
+    of a micro-step cannot); same micro-batch, nearest accumulation (the other way round).
+    """
     own = measured.level
-    singles = [
-        m
-        for m in all_levels
-        if m.level.dp == 1 and m.level.micro_batch == own.micro_batch and m.costs is not None
-    ]
-    return min(singles, key=lambda m: abs(m.level.accumulation - own.accumulation), default=None)
+    singles = [m for m in all_levels if m.level.dp == 1 and m.plain]
+    ranked = sorted(singles, key=lambda m: abs(m.level.accumulation - own.accumulation))
+    same_micro = [m for m in ranked if m.level.micro_batch == own.micro_batch]
+    for candidates, same_work, same_micro_batch in (
+        ([m for m in same_micro if m.level.accumulation == own.accumulation], True, True),
+        ([m for m in same_micro if m.level.global_batch == own.global_batch], True, True),
+        ([m for m in ranked if m.level.global_batch == own.global_batch], True, False),
+        (same_micro, False, True),
+    ):
+        if candidates:
+            return _Reference(candidates[0], same_work, same_micro_batch)
+    return None
+
+
+def _reference_note(level: LevelSettings, reference: _Reference | None) -> list[str]:
+    if level.dp == 1:
+        return []
+    if reference is None:
+        return ["There is no dp = 1 level to compare with: no efficiency and no waterfall."]
+    name = reference.measured.level.id
+    if not reference.same_micro_batch:
+        return [
+            f"Efficiency is against {name}, of the same global batch and another micro-batch; "
+            f"a waterfall needs a dp = 1 level with micro-batch {level.micro_batch}."
+        ]
+    if not reference.same_work:
+        return [f"The waterfall is against {name}, re-expressed; efficiency needs equal batches."]
+    return []
 
 
 def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) -> LevelResult:
@@ -199,23 +236,30 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
     places = {place.rank: place for place in info.ranks}
     notes = list(facts.notes) if facts else []
     if not measured.comparable and level.dp > 1:
+        reason = (
+            "the record of a rank is missing"
+            if 0 < len(measured.instrumented) < level.dp
+            else "the ranks' hosts have clocks of their own"
+        )
         notes.append(
-            "exposed_wait is withheld: the ranks' hosts have clocks of their own; "
-            "exposed_transfer holds waiting and transfer together."
+            f"exposed_wait is withheld: {reason}; exposed_transfer holds waiting and transfer "
+            "together."
         )
     step_ms = _summarize(measured.plain)
     observed, micro_steps = _observed(measured.instrumented, level)
     samples_per_s = _throughput(step_ms, observed or level.global_batch)
     tokens = info.settings.get("tokens_per_sample")
     costs, reference = measured.costs, _reference(measured, all_levels)
-    single = reference.costs if reference else None
-    bare = model.bare_costs(reference.bare, reference.level.accumulation) if reference else None
+    notes += _reference_note(level, reference)
+    base = reference.measured if reference and reference.same_micro_batch else None
+    single = base.costs if base else None
+    bare = model.bare_costs(base.bare, base.level.accumulation) if base else None
     falls = (
         model.waterfall(costs, single, bare, level.accumulation, step_ms.mean)
         if costs and single and bare and step_ms
         else None
     )
-    scaling = _scaling(measured, samples_per_s, all_levels)
+    scaling = _scaling(level, samples_per_s, reference)
     return LevelResult(
         id=level.id,
         dp=level.dp,
@@ -248,7 +292,10 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         wrapper_ms=falls["wrapper"] if falls else None,
         speedup=scaling.speedup if scaling else None,
         efficiency=scaling.efficiency if scaling else None,
-        pop=pop(measured.instrumented, measured.breakdowns, single, level.accumulation),
+        pop=pop(measured.instrumented, measured.breakdowns, single, level.accumulation)
+        if measured.comparable or level.dp == 1
+        else None,
+        reference=reference.measured.level.id if reference else None,
         waterfall_ms=falls,
         ranks=tuple(
             RankResult(
@@ -268,14 +315,18 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
 def _declared(info: RunInfo, level: LevelSettings) -> int | None:
     """Returns the global batch that the user expects of this level, if any.
 
-    Under weak scaling the global batch grows with dp: the word is about the largest.
+    Under weak scaling the global batch grows with dp: the word is about the largest, and
+    there about the accumulation that gives it, if one does.
     """
     expected = info.settings.get("expect_global_batch")
     if not isinstance(expected, int):
         return None
-    strong = info.settings.get("global_batch") is not None
+    if info.settings.get("global_batch") is not None:
+        return expected
     largest = max(other.dp for other in info.levels)
-    return expected if strong or level.dp == largest else None
+    held = [other for other in info.levels if other.dp == largest]
+    held = [other for other in held if other.global_batch == expected] or held
+    return expected if level in held else None
 
 
 def _throughput(step_ms: Distribution | None, samples: int) -> float | None:
@@ -292,30 +343,14 @@ def _mfu(samples_per_s: float | None, dp: int, facts: LevelFacts | None) -> floa
 
 
 def _scaling(
-    measured: _Measured, samples_per_s: float | None, all_levels: Sequence[_Measured]
+    level: LevelSettings, samples_per_s: float | None, reference: _Reference | None
 ) -> Scaling | None:
-    """Compares a level's throughput with that at dp = 1.
-
-    The dp = 1 level is that of the same accumulation where there is one (weak scaling),
-    else that of the same global batch (strong scaling).
-    """
-    level = measured.level
-    singles = [
-        m
-        for m in all_levels
-        if m.level.dp == 1
-        and m.plain
-        and (
-            (m.level.micro_batch, m.level.accumulation) == (level.micro_batch, level.accumulation)
-            or m.level.global_batch == level.global_batch
-        )
-    ]
-    if not singles or samples_per_s is None:
+    """Compares a level's throughput with that of its dp = 1 level."""
+    if reference is None or not reference.same_work or samples_per_s is None:
         return None
-    same = [m for m in singles if m.level.accumulation == level.accumulation]
-    chosen = (same or singles)[0]
-    observed, _ = _observed(chosen.instrumented, chosen.level)
-    rate = _throughput(_summarize(chosen.plain), observed or chosen.level.global_batch)
+    single = reference.measured
+    observed, _ = _observed(single.instrumented, single.level)
+    rate = _throughput(_summarize(single.plain), observed or single.level.global_batch)
     if rate is None:
         return None
     return scale({1: rate, level.dp: samples_per_s})[-1]
@@ -436,6 +471,7 @@ def _batch_check(
         gradient_worst_tensor=proof.worst_tensor if proof else None,
         gradient_factor=proof.factor if proof else None,
         gradient_factor_name=proof.factor_name if proof else None,
+        gradient_unexplained=proof.unexplained if proof else None,
         gradient_must_match=proof.must_be_equal if proof else None,
         ranks_agree=proof.ranks_agree if proof else None,
         notes=tuple(notes),

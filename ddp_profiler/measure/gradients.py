@@ -100,13 +100,16 @@ def compare_gradients(
     eps = max((torch.finfo(g.dtype).eps for g in gradients.values() if g is not None), default=0)
     tolerance, rounding = max(_TOLERANCE, 4 * eps), max(_TOLERANCE, 16 * eps)
     if abs(factor - 1) <= tolerance:
-        if error > rounding and must_be_equal:
-            notes.append(_UNEXPLAINED)
-        return BatchProof(None, error, worst_tensor, factor, None, tuple(notes))
+        unexplained = error > rounding and must_be_equal
+        notes += [_UNEXPLAINED] if unexplained else []
+        return BatchProof(
+            None, error, worst_tensor, factor, None, tuple(notes), unexplained=unexplained
+        )
     residual = worst(factor)[0] if factor else 1.0
     factor_name = None
+    unexplained = residual > rounding and must_be_equal
     if residual > rounding:
-        notes += [_UNEXPLAINED] if must_be_equal else []
+        notes += [_UNEXPLAINED] if unexplained else []
     else:
         factor_name = name_factor(factor, level, tolerance)
         if factor_name is None:
@@ -116,7 +119,9 @@ def compare_gradients(
                 "A loss that is the sum over the micro-batch's samples instead of the mean has "
                 "this factor."
             )
-    return BatchProof(None, error, worst_tensor, factor, factor_name, tuple(notes))
+    return BatchProof(
+        None, error, worst_tensor, factor, factor_name, tuple(notes), unexplained=unexplained
+    )
 
 
 def name_factor(factor: float, level: LevelSettings, tolerance: float = _TOLERANCE) -> str | None:

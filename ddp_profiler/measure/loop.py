@@ -173,7 +173,11 @@ class LevelRun:
             reduced=tuple(ParameterFacts(name, p.nbytes) for name, p in reduced),
             num_buckets=len(sizes),
             bucket_bytes=sizes,
-            sources={"local_backward_end": backward.SOURCE, **self.adapter.sources},
+            sources={
+                "local_backward_end": backward.SOURCE,
+                "backward_comm": None,
+                **self.adapter.sources,
+            },
             notes=self.workload.notes,
         )
 

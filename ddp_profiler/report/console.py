@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rich import box
 from rich.cells import cell_len, chop_cells
@@ -15,6 +15,7 @@ from rich.text import Text
 from ddp_profiler import units
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.results import LevelResult, Summary
+from ddp_profiler.analysis.scaling import Pop
 
 WIDTH = 80
 _GAP = 2
@@ -24,6 +25,17 @@ _ASCII_BOX = {
     code: "-" if chr(code) in "─━┄┅┈┉╌╍═╴╶╸╺╼╾" else "|" if chr(code) in "│┃┆┇┊┋╎╏║╵╷╹╻╽╿" else "+"
     for code in range(0x2500, 0x2580)
 }
+
+_WATERFALL_LABELS = {
+    "bare": "bare model at dp 1",
+    "wrapper": "  + DDP's wrapper",
+    "slower_compute": "  + slower compute",
+    "contention": "  + contention",
+    "exposed_transfer": "  + exposed transfer",
+    "exposed_wait": "  + exposed wait",
+    "residual": "  + residual",
+}
+"""What the waterfall adds to the parts above, in ms; its other terms are small and in the JSON."""
 
 _PART_LABELS = {
     "data": "data",
@@ -203,9 +215,42 @@ def _rows(levels: Sequence[LevelResult]) -> list[_Row]:
     row("  hidden by backward", lambda v: units.percent(v.comm.overlap_fraction, 0))
     row("collectives / buckets", _collectives)
     row("gradients reduced", lambda v: units.nbytes(v.comm.gradient_bytes))
+    if any(level.allreduce for level in levels):
+        row("buckets alone, one by one", _buckets_alone)
+        row("AllReduce busbw, best", _best_busbw)
     row("cost of measuring", lambda v: _overhead(v)[0])
     row("  95 % interval", lambda v: _overhead(v)[1])
+    if any(level.waterfall_ms for level in levels if level.dp > 1):
+        rows[-1].ends_section = True
+        for term, label in _WATERFALL_LABELS.items():
+            row(label, lambda v, term=term: _fall(v, term))  # type: ignore[misc]
+    if any(level.pop for level in levels if level.dp > 1):
+        rows[-1].ends_section = True
+        for factor in fields(Pop):
+            label = factor.name.removesuffix("_efficiency").replace("_", " ")
+            row(
+                f"POP {label}",
+                lambda v, name=factor.name: units.percent(  # type: ignore[misc]
+                    getattr(v.pop, name) if v.pop else None
+                ),
+            )
     return rows
+
+
+def _fall(level: LevelResult, term: str) -> str:
+    return units.ms(level.waterfall_ms[term] if level.waterfall_ms else None)
+
+
+def _buckets_alone(level: LevelResult) -> str:
+    return units.ms(level.allreduce.buckets_total_ms if level.allreduce else None)
+
+
+def _best_busbw(level: LevelResult) -> str:
+    if level.allreduce is None:
+        return units.NOTHING
+    sizes = (*level.allreduce.sizes, *level.allreduce.buckets)
+    best = max(sizes, key=lambda size: size.busbw_gb_per_s, default=None)
+    return units.NOTHING if best is None else f"{best.busbw_gb_per_s:.2f} GB/s"
 
 
 def _batch(level: LevelResult) -> str:

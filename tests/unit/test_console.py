@@ -41,13 +41,14 @@ def make_level(**changes) -> LevelResult:
         "mfu": None,
         "breakdown_ms": BREAKDOWN,
         "comm": Communication(18.0, 10.8, 0.6, 25_000_000, 4, 4.0, 0, {}),
-        "batch_check": BatchCheck(None, 16, 16, True, None, None, None, None, None, None, ()),
+        "batch_check": BatchCheck(None, 16, 16, True, None, None, None, None, None, None, None, ()),
         "overhead": Overhead(78.5, 79.5, 1.3, (-0.2, 2.4)),
         "allreduce": None,
         "gradient_ready": (),
         "costs_ms": None,
         "contention_ms": None,
         "wrapper_ms": None,
+        "reference": None,
         "speedup": None,
         "efficiency": None,
         "pop": None,
@@ -83,7 +84,7 @@ def empty_level(**changes) -> LevelResult:
         samples_per_s=None,
         breakdown_ms=dict.fromkeys(PARTS),
         comm=Communication(None, None, None, None, None, None, 0, {}),
-        batch_check=BatchCheck(None, 16, None, None, None, None, None, None, None, None, ()),
+        batch_check=BatchCheck(None, 16, None, None, None, None, None, None, None, None, None, ()),
         overhead=None,
         **changes,
     )
@@ -160,7 +161,7 @@ def test_what_does_not_apply_is_a_dash():
 
 def test_batch_that_is_not_as_configured():
     check = BatchCheck(
-        None, 16, 15, False, None, None, None, None, None, None, ("Observed 15 samples.",)
+        None, 16, 15, False, None, None, None, None, None, None, None, ("Observed 15 samples.",)
     )
     text = console.render(make_summary(make_level(batch_check=check)))
     assert cells(text, "global batch (samples)") == ["16", "SAW", "15"]
@@ -200,7 +201,9 @@ def test_no_levels():
 
 def realistic(dp: int) -> LevelResult:
     """Figures of a large, noisy run: as wide as they get in practice."""
-    check = BatchCheck(None, 16 * 4 * dp, 16 * 4 * dp, True, None, None, None, None, None, None, ())
+    check = BatchCheck(
+        None, 16 * 4 * dp, 16 * 4 * dp, True, None, None, None, None, None, None, None, ()
+    )
     return make_level(
         id=f"dp{dp}-acc16",
         dp=dp,
@@ -248,7 +251,7 @@ def extreme(level_id: str = "dp128-mb16-acc128", **changes) -> LevelResult:
         "mfu": 1.0,
         "breakdown_ms": dict.fromkeys(PARTS, 123456.7),
         "batch_check": replace(
-            BatchCheck(None, 262144, 262143, False, None, None, None, None, None, None, ()),
+            BatchCheck(None, 262144, 262143, False, None, None, None, None, None, None, None, ()),
             ranks_agree=False,
         ),
         "overhead": Overhead(1.0, 2.0, -100.0, (-100.0, 250.0)),

@@ -3,7 +3,9 @@
 import pytest
 
 from ddp_profiler.analysis.findings import find
+from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.scaling import scale, sharpest_drop
+from ddp_profiler.analysis.statistics import Distribution
 from tests.unit.test_console import make_level
 
 # Throughput of each GPU at 1, 2, 4, 8 GPUs of one node, and on two nodes of 8 (pytorch#17159).
@@ -38,6 +40,7 @@ def test_the_finding_names_the_drop_and_the_class_of_its_reason(reported):
             nodes=2 if s.dp > 8 else 1,
             speedup=s.speedup,
             efficiency=s.efficiency,
+            step_ms=steps_of(8 / REPORTED[s.dp] * 1e3),
         )
         for s in reported
     ]
@@ -47,6 +50,57 @@ def test_the_finding_names_the_drop_and_the_class_of_its_reason(reported):
     assert "network between nodes" in found[0].message
     assert found[0].evidence == "90.2 % to 65.6 %"
     assert found[0].severity == "warning"
+
+
+def steps_of(ms: float, spread: float = 0.01) -> Distribution:
+    return Distribution(ms, ms, ms, ms, (ms * (1 - spread), ms * (1 + spread)))
+
+
+def test_a_drop_within_the_intervals_is_no_finding():
+    levels = [
+        make_level(
+            id=f"dp{n}", dp=n, speedup=n * e, efficiency=e, step_ms=steps_of(100 / e, spread=0.3)
+        )
+        for n, e in ((1, 1.0), (2, 0.8))
+    ]
+    assert [f for f in find(levels) if f.id == "efficiency-drop"] == []
+
+
+@pytest.mark.parametrize(("spread", "words"), [(0.01, "50 % more"), (0.4, "no measurable")])
+def test_splits_of_one_global_batch_are_compared_by_their_intervals(spread, words):
+    levels = [
+        make_level(
+            id=f"dp1-mb{16 // k}-acc{k}",
+            dp=1,
+            micro_batch=16 // k,
+            accumulation=k,
+            global_batch=16,
+            step_ms=steps_of(ms, spread),
+        )
+        for k, ms in ((1, 100.0), (4, 150.0))
+    ]
+    found = [f.message for f in find(levels) if f.id == "accumulation-cost"]
+    assert len(found) == 1
+    assert words in found[0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"forward": 20, "backward": 40}, "limited by compute"),
+        ({"data": 60}, "limited by input"),
+        ({"optimizer": 60}, "limited by the optimizer"),
+        ({"other": 60}, "limited by what lies between"),
+        ({"exposed_copy": 60}, "limited by copying"),
+        ({"exposed_wait": 25, "exposed_transfer": 24, "backward": 40}, "(waiting)"),
+        ({"exposed_wait": 24, "exposed_transfer": 25, "backward": 40}, "(exposed transfer)"),
+    ],
+)
+def test_the_largest_group_of_parts_limits_a_level(parts, words):
+    breakdown = {**dict.fromkeys(PARTS, 0.1), **parts}
+    limits = [f.message for f in find([make_level(breakdown_ms=breakdown)]) if f.id == "limit"]
+    assert len(limits) == 1
+    assert words in limits[0]
 
 
 def test_no_drop_no_finding():
