@@ -219,7 +219,7 @@ def test_an_exception_in_the_model_is_named_with_rank_and_place(tmp_path):
         cwd=tmp_path,
     )
     assert done.code == 3
-    assert "rank 0 failed in level dp1, block" in done.err
+    assert "rank 0 failed in level dp1, plain block" in done.err
     assert re.search(r"ValueError: planted \(.*broken\.py:7\)", done.err)
     assert "Traceback" not in done.err
     info = json.loads((tmp_path / "run" / "run.json").read_text())
