@@ -65,6 +65,8 @@ def start_command(*args: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHON": sys.executable},
+        # Tests that were started in the background inherit SIGINT as ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert "up" in process.stdout.readline()
