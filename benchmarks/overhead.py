@@ -264,7 +264,6 @@ def work(plan: Plan, out: Path) -> None:
     for run in runs:
         run.close()
     session.close()
-    dist.destroy_process_group()
 
 
 def _asdicts(cases: Sequence[Case]) -> list[dict[str, Any]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 from ddp_profiler import units
 from ddp_profiler.analysis.results import Finding, LevelResult
+from ddp_profiler.analysis.scaling import sharpest_drop
 
 _SEVERITIES = ("error", "warning", "info")
 
@@ -182,11 +182,11 @@ def _about_loss(levels: Sequence[LevelResult]) -> Iterator[Finding]:
 def _about_drop(levels: Sequence[LevelResult]) -> Iterator[Finding]:
     """Names the neighbouring dp between which efficiency falls most."""
     by_dp = {lv.dp: lv for lv in sorted(levels, key=lambda lv: -lv.accumulation)}
-    rising = [by_dp[dp] for dp in sorted(by_dp) if by_dp[dp].efficiency is not None]
-    falls = [(a, b, (a.efficiency or 0.0) - (b.efficiency or 0.0)) for a, b in pairwise(rising)]
-    if not falls:
+    pair = sharpest_drop({dp: lv.efficiency for dp, lv in by_dp.items()})
+    if pair is None:
         return
-    before, after, fall = max(falls, key=lambda item: item[2])
+    before, after = by_dp[pair[0]], by_dp[pair[1]]
+    fall = (before.efficiency or 0.0) - (after.efficiency or 0.0)
     if fall < 0.05 or not _differ(_per_sample(before), _per_sample(after)):
         return
     yield Finding(

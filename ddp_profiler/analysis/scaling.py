@@ -100,13 +100,18 @@ def scale(throughput: Mapping[int, float]) -> tuple[Scaling, ...]:
     )
 
 
-def sharpest_drop(scalings: Sequence[Scaling]) -> tuple[Scaling, Scaling] | None:
-    """Returns the neighbouring levels between which efficiency falls most; None if nowhere."""
-    pairs = [
-        (a, b)
-        for a, b in pairwise(scalings)
-        if a.efficiency is not None and b.efficiency is not None and b.efficiency < a.efficiency
-    ]
-    if not pairs:
+def sharpest_drop(efficiency: Mapping[int, float | None]) -> tuple[int, int] | None:
+    """Returns the neighbouring dp between which efficiency falls most; None if nowhere.
+
+    >>> sharpest_drop({1: 1.0, 2: 0.94, 4: 0.91, 8: 0.90, 16: 0.66})
+    (8, 16)
+
+    Args:
+        efficiency: By dp; levels without one are passed over.
+    """
+    known = {dp: value for dp, value in sorted(efficiency.items()) if value is not None}
+    falls = [(known[a] - known[b], a, b) for a, b in pairwise(known) if known[b] < known[a]]
+    if not falls:
         return None
-    return min(pairs, key=lambda p: (p[1].efficiency or 0.0) - (p[0].efficiency or 0.0))
+    _, before, after = max(falls)
+    return before, after

@@ -1,0 +1,177 @@
+"""The options of the worker, ``torchrun ... -m ddp_profiler.run``, as one checked setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ddp_profiler.config import (
+    BACKENDS,
+    DEFAULT_MICRO_BATCH,
+    DEFAULT_MODEL,
+    PRECISIONS,
+    SCALINGS,
+    StudyConfig,
+    parse_numbers,
+)
+from ddp_profiler.workload.catalog import BUILTIN_MODELS
+
+_MODELS = "\n".join(f"    {name:<10} {text}" for name, text in BUILTIN_MODELS.items())
+_HELP = f"""Time every part of a data-parallel training step at several scales.
+
+Trains a model at dp = 1, 2, 4, ... up to the number of ranks, in this one launch,
+and shows how long data, forward, backward, exposed and hidden communication and
+the optimizer take at each. Works without any option.
+
+\b
+Examples:
+    torchrun --nproc_per_node=8 -m ddp_profiler.run
+    torchrun --nproc_per_node=8 -m ddp_profiler.run --data FILE --accumulate 1,4
+    torchrun --nproc_per_node=2 -m ddp_profiler.run --model mlp:width=2048 --dp 2
+
+\b
+Models (options after a colon, as in mlp:width=2048,depth=8):
+{_MODELS}
+    package.module:factory   a model of your own, see docs/custom-models.md
+
+Exit codes: 0 done; 1 a check that you asked for does not hold; 2 wrong usage or
+settings; 3 unusable input. torchrun itself ends with 1 when a rank fails.
+"""
+
+
+def _numbers(
+    _: click.Context, parameter: click.Parameter, text: str | None
+) -> tuple[int, ...] | None:
+    if text is None or (text == "all" and parameter.name == "dp"):
+        return None
+    return parse_numbers(parameter.opts[0], text)
+
+
+_defaults = StudyConfig()
+
+
+@click.command(help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Model, with its options.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Any text file: trains a byte-level language model on it. Default: synthetic data.",
+)
+@click.option(
+    "--dp",
+    default="all",
+    callback=_numbers,
+    show_default=True,
+    help="Data-parallel sizes to measure, such as 1,2,8; all: powers of two and the world size.",
+)
+@click.option(
+    "--accumulate",
+    callback=_numbers,
+    help="Micro-steps in an optimizer step; several values, as in 1,4, are several levels. "
+    "Default: 1, or what --global-batch and --micro-batch ask for.",
+)
+@click.option(
+    "--micro-batch",
+    type=int,
+    help=f"Samples of one rank in one micro-step. Default: {DEFAULT_MICRO_BATCH}, or what "
+    "--global-batch and --accumulate ask for.",
+)
+@click.option(
+    "--scaling",
+    metavar="|".join(SCALINGS),
+    help="weak: micro-batch and accumulation stay; strong: the global batch stays. "
+    "Default: strong with --global-batch, else weak.",
+)
+@click.option(
+    "--global-batch",
+    type=int,
+    help="Samples in an optimizer step over all ranks: micro-batch x accumulation x dp.",
+)
+@click.option(
+    "--expect-global-batch",
+    type=int,
+    help="The global batch that you believe to have: exit code 1 if another is observed at "
+    "the largest dp (strong scaling: at any).",
+)
+@click.option(
+    "--repeat",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Measure each level afresh this often, in shuffled order; intervals then come from "
+    "these repetitions.",
+)
+@click.option(
+    "--steps",
+    type=int,
+    default=_defaults.steps,
+    show_default=True,
+    help="Optimizer steps to measure at each level, plain and instrumented each.",
+)
+@click.option(
+    "--warmup",
+    type=int,
+    default=_defaults.warmup,
+    show_default=True,
+    help="Optimizer steps before that; recorded, left out of the figures.",
+)
+@click.option(
+    "--precision",
+    default=_defaults.precision,
+    show_default=True,
+    metavar="|".join(PRECISIONS),
+    help="bf16 and fp16 mean autocast; parameters and gradients stay fp32.",
+)
+@click.option(
+    "--bucket-cap-mb",
+    type=float,
+    default=_defaults.bucket_cap_mb,
+    show_default=True,
+    help="Size limit of DDP's gradient buckets, in MB of 2^20 bytes.",
+)
+@click.option(
+    "--allreduce-max-mb",
+    type=float,
+    default=_defaults.allreduce_max_mb,
+    show_default=True,
+    help="Largest message of the AllReduce sweep in isolation; 0 leaves the sweep out.",
+)
+@click.option(
+    "--backend",
+    default=_defaults.backend,
+    show_default=True,
+    metavar="|".join(BACKENDS),
+    help="auto: nccl where each rank has a GPU of its own, else gloo.",
+)
+@click.option(
+    "--threads-per-rank",
+    type=int,
+    help="Threads of each rank at every dp. Default: the node's cores shared out evenly.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    default=_defaults.timeout_s,
+    show_default=True,
+    help="Seconds after which waiting for another rank is given up.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Run folder to create. Default: a fresh one below runs/.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of parameters and data.")
+@click.option(
+    "--plant",
+    "plants",
+    multiple=True,
+    metavar="SPEC",
+    help="FOR TESTS ONLY: add a delay, as in part=backward,ms=30,rank=1.",
+)
+@click.option("--debug", is_flag=True, help="Show the stack trace of an error.")
+def command(**options: Any) -> StudyConfig:
+    """Returns the settings that the options give."""
+    return StudyConfig(**options)
