@@ -24,7 +24,14 @@ from ddp_profiler.errors import EXIT_DONE, CheckFailed, DdpProfilerError, InputE
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure.topology import Topology, plan_levels, read_topology
 from ddp_profiler.record import paths, writer
-from ddp_profiler.schema import SCHEMA_VERSION, Failure, LevelFacts, LevelSettings, RunInfo
+from ddp_profiler.schema import (
+    SCHEMA_VERSION,
+    ClockReading,
+    Failure,
+    LevelFacts,
+    LevelSettings,
+    RunInfo,
+)
 
 NAME = "ddp_profiler.run"
 
@@ -164,8 +171,10 @@ class _Worker:
 
     def _study(self, device: Any, workload: Any, phase: Any, failures: _Failures) -> None:
         from ddp_profiler.measure import environment, study
+        from ddp_profiler.measure.clock_sync import ClockSync, local_clock
         from ddp_profiler.measure.session import Session
         from ddp_profiler.report.progress import NoProgress, StudyProgress
+        from ddp_profiler.workload.plant import parse_plants, planted_clock
 
         config, rank = self.config, self.topology.rank
         phase.name = "meeting the other ranks"
@@ -176,7 +185,8 @@ class _Worker:
         folder_name, run_id = session.learn("run", tuple[str, str])
         folder = Path(folder_name)
         folder.mkdir(parents=True, exist_ok=True)
-        places = session.gather_places()
+        clock = local_clock(planted_clock(parse_plants(config.plants), rank))
+        places = session.gather_places(clock.domain)
         node = places[rank].node
         if rank == min(place.rank for place in places if place.node == node):
             session.publish(
@@ -198,11 +208,21 @@ class _Worker:
             print(f"{NAME}: {self._plan_line(workload, device)}", file=sys.stderr)
         del workload
 
+        phase.name = "making the group that compares clocks"
+        clock_sync = ClockSync(places, rank, clock, session.timeout)
         stream = writer.SpanWriter(folder, rank, run_id)
         progress = StudyProgress(len(self.levels) * config.repeat) if rank == 0 else NoProgress()
         try:
             study.Study(
-                config, self.levels, session, stream.write, progress, phase, self._keep_facts
+                config,
+                self.levels,
+                session,
+                stream.write,
+                progress,
+                phase,
+                clock.monotonic,
+                clock_sync,
+                self._keep_facts,
             ).run()
         finally:
             stream.close()
@@ -212,10 +232,10 @@ class _Worker:
             self.info = replace(self.info, status="complete")
             writer.write_run_info(folder, self.info)
 
-    def _keep_facts(self, facts: tuple[LevelFacts, ...]) -> None:
-        """Writes what is known of the levels so far: a run that dies later can be read."""
+    def _keep_facts(self, facts: tuple[LevelFacts, ...], clocks: tuple[ClockReading, ...]) -> None:
+        """Writes what is known so far: a run that dies later can be read."""
         if self.folder is not None and self.info is not None:
-            self.info = replace(self.info, facts=facts)
+            self.info = replace(self.info, facts=facts, clocks=clocks)
             writer.write_run_info(self.folder, self.info)
 
     def _plan_line(self, workload: Any, device: Any) -> str:

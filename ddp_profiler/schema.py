@@ -178,6 +178,8 @@ class LevelFacts:
         peak_flops_per_s: Rate of a large matrix product on this device in the run's
             precision with the run's threads; None if not measured.
         proof: The batch proof; None if not run.
+        device_clock_uncertainty_ns: By how much times of device events may be off the host's
+            clock, the largest over ranks; 0 where marks are made on the host.
     """
 
     id: str
@@ -191,6 +193,7 @@ class LevelFacts:
     flops_per_sample: int | None = None
     peak_flops_per_s: float | None = None
     proof: BatchProof | None = None
+    device_clock_uncertainty_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -214,6 +217,25 @@ class RankPlace:
     clock_domain: str
     device: str
     pid: int
+
+
+@dataclass(frozen=True)
+class ClockReading:
+    """A comparison of a host's monotonic clock with that of rank 0.
+
+    Attributes:
+        rank: The first rank that reads the compared clock; it stands for its clock domain.
+        at_ns: When, on that clock.
+        low_ns: Its offset, own clock - rank 0's clock, is at least this.
+        high_ns: And at most this.
+        real_offset_ns: Real time (since 1970) there less that of rank 0's host.
+    """
+
+    rank: int
+    at_ns: int
+    low_ns: int
+    high_ns: int
+    real_offset_ns: int
 
 
 @dataclass(frozen=True)
@@ -242,6 +264,7 @@ class RunInfo:
         environment: Software and hardware of each node, by node index as text.
         facts: What the workers found out, one entry for each finished level.
         failures: What went wrong.
+        clocks: Comparisons of the hosts' clocks, in order of time; none on one clock.
     """
 
     schema_version: int
@@ -256,3 +279,4 @@ class RunInfo:
     environment: dict[str, dict[str, Any]] = field(default_factory=dict)
     facts: tuple[LevelFacts, ...] = ()
     failures: tuple[Failure, ...] = ()
+    clocks: tuple[ClockReading, ...] = ()

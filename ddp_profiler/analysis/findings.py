@@ -19,6 +19,12 @@ _EXPOSED = {
     "exposed_wait": "ranks wait for the last one to finish its backward (waiting)",
 }
 
+_PLACES = {
+    "forward_comm": "at a collective inside forward",
+    "backward_comm": "at a collective inside backward",
+    "gradient_reduction": "at the gradient reduction",
+}
+
 _LIMITS = {
     "compute": "forward and backward take most of the step",
     "input": "the loop waits for its next micro-batch",
@@ -50,6 +56,7 @@ def find(levels: Sequence[LevelResult]) -> tuple[Finding, ...]:
     found = [
         *(finding for level in measured for finding in _about_batch(level)),
         *(finding for level in measured for finding in _about_reductions(level)),
+        *(finding for level in measured for finding in _about_stragglers(level)),
         *_about_limits(measured),
         *_about_loss(measured),
         *_about_drop(measured),
@@ -113,6 +120,38 @@ def _about_reductions(level: LevelResult) -> Iterator[Finding]:
             "wrap all micro-steps but the last in no_sync().",
             evidence=f"{count:g} gradient collectives a step for {buckets} buckets; "
             f"{units.nbytes(wasted)} a step more than needed",
+        )
+
+
+def _about_stragglers(level: LevelResult) -> Iterator[Finding]:
+    hosts = {rank.rank: rank.hostname for rank in level.ranks}
+    step = level.instrumented_step_ms
+    for straggler in level.stragglers:
+        share = units.percent(straggler.share_of_steps_fraction, 0)
+        often = f"in {share} of the steps, " + (
+            "a fixed straggler" if straggler.fixed else "now and then"
+        )
+        host = hosts.get(straggler.rank)
+        where = f" ({units.printable(host)})" if host and level.nodes > 1 else ""
+        cause = (
+            f"it takes longer in {straggler.cause}"
+            if straggler.cause
+            else "no part of its own step explains it: it left the meeting point before late"
+        )
+        yield Finding(
+            id="straggler",
+            severity="warning",
+            message=f"{level.id}: rank {straggler.rank}{where} is late by "
+            f"{units.ms(straggler.lag_ms)} ms {often}; {cause}. The others wait "
+            f"{_PLACES[straggler.at]}.",
+            evidence="; ".join(
+                (
+                    f"{units.ms(straggler.recoverable_ms)} ms a step could be recovered",
+                    *straggler.evidence,
+                )
+            ),
+            expected_gain_ms=straggler.recoverable_ms,
+            expected_gain_pct=straggler.recoverable_ms / step.mean * 100 if step else None,
         )
 
 

@@ -59,6 +59,30 @@ class Backwards:
 
 
 @dataclass(frozen=True)
+class Meetings:
+    """Collectives that are issued inside forward or backward, by rank; shape [meeting] each.
+
+    Attributes:
+        step_index: Row of the step in :class:`Steps`.
+        key: Identifies the same micro-step on every rank: (repetition, step, micro-step) packed.
+        ordinal: Number of the collective in its micro-step, from 0; the same on every rank.
+        in_forward: Whether it was issued in forward; else in backward.
+        begin: The rank arrived, in ns.
+        end: It could go on, in ns.
+        own: Its own time in that forward or backward before it arrived, in ns: since the
+            phase began, or since the collective before.
+    """
+
+    step_index: Ints
+    key: Ints
+    ordinal: Ints
+    in_forward: npt.NDArray[np.bool_]
+    begin: Ints
+    end: Ints
+    own: Ints
+
+
+@dataclass(frozen=True)
 class Steps:
     """The steps of one rank at one level and variant, shape [step] each.
 
@@ -72,6 +96,7 @@ class Steps:
         micro_steps: Forward calls seen.
         parts_ms: Everything but the three exposed parts, by name.
         backwards: The synchronising backward calls.
+        meetings: Collectives issued inside forward or backward.
         busy_ms: Union of the in-flight intervals of gradient collectives.
         overlapped_ms: The part of it before the end of local backward.
         collectives: Gradient collectives of the step.
@@ -88,6 +113,7 @@ class Steps:
     micro_steps: Ints
     parts_ms: Mapping[str, Floats]
     backwards: Backwards
+    meetings: Meetings
     busy_ms: Floats
     overlapped_ms: Floats
     collectives: Ints
@@ -100,8 +126,8 @@ class Steps:
     def only(self, kept: npt.NDArray[np.bool_]) -> Steps:
         """Returns the chosen steps; ``kept`` has shape [step]."""
         row = np.cumsum(kept) - 1
-        calls = self.backwards
-        inside = kept[calls.step_index]
+        calls, meetings = self.backwards, self.meetings
+        inside, met = kept[calls.step_index], kept[meetings.step_index]
         return replace(
             self,
             key=self.key[kept],
@@ -118,6 +144,15 @@ class Steps:
                 local_end=calls.local_end[inside],
                 last_collective=calls.last_collective[inside],
                 end=calls.end[inside],
+            ),
+            meetings=Meetings(
+                step_index=row[meetings.step_index[met]],
+                key=meetings.key[met],
+                ordinal=meetings.ordinal[met],
+                in_forward=meetings.in_forward[met],
+                begin=meetings.begin[met],
+                end=meetings.end[met],
+                own=meetings.own[met],
             ),
             busy_ms=self.busy_ms[kept],
             overlapped_ms=self.overlapped_ms[kept],
@@ -186,6 +221,7 @@ def derive_steps(rank: int, columns: Columns, level: int, variant: Variant) -> S
         micro_steps=count(SpanKind.FORWARD),
         parts_ms=parts,
         backwards=backwards,
+        meetings=_meetings(spans, row),
         busy_ms=_per_step(busy, gradients.row, len(key)) / _NS_PER_MS,
         overlapped_ms=_per_step(overlapped, gradients.row, len(key)) / _NS_PER_MS,
         collectives=np.bincount(gradients.row, minlength=len(key)).astype(np.int64),
@@ -320,6 +356,56 @@ def _backwards(spans: Columns, row: Ints) -> tuple[Backwards, _Gradients]:
         end=end,
     )
     return calls, gradients
+
+
+def _meetings(spans: Columns, row: Ints) -> Meetings:
+    """Finds the collectives issued inside forward and backward, in order of time."""
+    kind = spans["kind"]
+    inside = (kind == SpanKind.FORWARD_COMM) | (kind == SpanKind.BACKWARD_COMM)
+    chosen = np.flatnonzero(inside & (row >= 0))
+    chosen = chosen[np.argsort(spans["begin_ns"][chosen], kind="stable")]
+    call = _call_key(_step_key(spans["repetition"], spans["step"]), spans["micro_step"])[chosen]
+    # Ranks issue the same ones in the same order: the ordinal within the micro-step pairs them.
+    # One rank's micro-steps do not overlap, so its collectives stand together.
+    _, first, inverse = np.unique(call, return_index=True, return_inverse=True)
+    in_forward = kind[chosen] == SpanKind.FORWARD_COMM
+    begin, end = spans["begin_ns"][chosen], spans["end_ns"][chosen]
+    return Meetings(
+        step_index=row[chosen],
+        key=call,
+        ordinal=(np.arange(len(call)) - first[inverse]).astype(np.int64),
+        in_forward=in_forward,
+        begin=begin,
+        end=end,
+        own=_own_before(spans, call, in_forward, begin, end),
+    )
+
+
+def _own_before(
+    spans: Columns, call: Ints, in_forward: npt.NDArray[np.bool_], begin: Ints, end: Ints
+) -> Ints:
+    """Returns a rank's own time before each collective inside forward or backward, in ns.
+
+    Args:
+        spans: All spans.
+        call: Micro-step of each collective, shape [collective], in order of time.
+        in_forward: Whether it was issued in forward.
+        begin: Begin of each collective.
+        end: End of each collective.
+    """
+    every_call = _call_key(_step_key(spans["repetition"], spans["step"]), spans["micro_step"])
+    # A phase that was not recorded begins with the collective: nothing is known before it.
+    went_on = begin.copy()
+    for phase, mine in ((SpanKind.FORWARD, in_forward), (SpanKind.BACKWARD, ~in_forward)):
+        is_phase = spans["kind"] == phase
+        found = _Lookup(every_call[is_phase]).find(call)
+        known = mine & (found >= 0)
+        went_on[known] = spans["begin_ns"][is_phase][found[known]]
+    if len(call) > 1:
+        follows = (call[1:] == call[:-1]) & (in_forward[1:] == in_forward[:-1])
+        went_on[1:][follows] = end[:-1][follows]
+    own: Ints = np.maximum(begin - went_on, 0)
+    return own
 
 
 def _local_end(

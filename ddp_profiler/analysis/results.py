@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddp_profiler.analysis.allreduce import AllReduceResult
+from ddp_profiler.analysis.clocks import ClockOffset
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.analysis.statistics import Distribution
+from ddp_profiler.analysis.stragglers import Straggler
 
 __all__ = [
     "BatchCheck",
+    "ClockOffset",
     "Communication",
     "Distribution",
     "Finding",
@@ -22,6 +25,7 @@ __all__ = [
     "Overhead",
     "RankResult",
     "RunResult",
+    "Straggler",
     "Summary",
 ]
 
@@ -135,6 +139,9 @@ class LevelResult:
     Times are means over ranks and steps. ``mfu`` is achieved over peak FLOP/s; ``costs_ms``
     is the level in the step model; ``contention_ms``, ``wrapper_ms`` and ``waterfall_ms``
     compare it with the dp = 1 level named by ``reference``. What needs one is None without.
+    ``straggler`` is the first of ``stragglers``, which are sorted by what they cost; times of
+    two ranks may be apart by ``clock_uncertainty_ms`` that are told as equal (0 on one host,
+    None where their clocks cannot be compared).
     """
 
     id: str
@@ -167,6 +174,9 @@ class LevelResult:
     efficiency: float | None
     pop: Pop | None
     waterfall_ms: Mapping[str, float | None] | None
+    clock_uncertainty_ms: float | None
+    straggler: Straggler | None
+    stragglers: tuple[Straggler, ...]
     ranks: tuple[RankResult, ...]
     notes: tuple[str, ...]
 
@@ -197,6 +207,7 @@ class RunResult:
     settings: Mapping[str, object]
     environment: Mapping[str, Mapping[str, object]]
     statistics_unit: str
+    clocks: tuple[ClockOffset, ...] = ()
 
 
 @dataclass(frozen=True)

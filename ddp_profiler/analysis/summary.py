@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddp_profiler.analysis import allreduce, model, statistics
+from ddp_profiler.analysis.clocks import ClockOffset, CommonClock, offsets
 from ddp_profiler.analysis.findings import find
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.parts import (
@@ -34,9 +35,17 @@ from ddp_profiler.analysis.results import (
 )
 from ddp_profiler.analysis.scaling import Scaling, pop, scale
 from ddp_profiler.analysis.statistics import Distribution
+from ddp_profiler.analysis.stragglers import find_stragglers
 from ddp_profiler.schema import SCHEMA_VERSION, LevelFacts, LevelSettings, RunInfo, Variant
 
 Breakdown = Mapping[str, Floats]
+
+_REAL_TIME_APART_MS = 50.0
+"""NTP keeps hosts within a few ms of each other."""
+_UNCERTAIN_SHARE = 0.1
+"""Waiting and transfer are told apart where clocks are known to this share of their sum,"""
+_UNCERTAIN_SHARE_OF_STEP = 0.01
+"""or to this share of the step."""
 
 
 def summarize_run(
@@ -50,8 +59,9 @@ def summarize_run(
         incomplete: Ranks whose record was cut.
     """
     facts = {fact.id: fact for fact in info.facts}
+    clock = CommonClock(info)
     measured = [
-        _measured(info, index, level, facts.get(level.id), columns_by_rank)
+        _measured(clock, index, level, facts.get(level.id), columns_by_rank)
         for index, level in enumerate(info.levels)
     ]
     levels = tuple(_level(info, m, measured) for m in measured)
@@ -62,6 +72,8 @@ def summarize_run(
         notes.append(f"The record of rank {_some(missing)} is missing.")
     if incomplete:
         notes.append(f"The record of rank {_some(incomplete)} was cut: the run did not end.")
+    clocks = offsets(info)
+    notes += _clock_notes(clocks)
     notes += _contention_notes(info)
     return Summary(
         schema_version=SCHEMA_VERSION,
@@ -76,6 +88,7 @@ def summarize_run(
             settings=info.settings,
             environment=info.environment,
             statistics_unit=_statistics_unit(levels),
+            clocks=clocks,
         ),
         levels=levels,
         findings=find(levels),
@@ -93,6 +106,17 @@ def _statistics_unit(levels: Sequence[LevelResult]) -> str:
 def _some(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+def _clock_notes(clocks: Sequence[ClockOffset]) -> list[str]:
+    apart = [clock for clock in clocks if abs(clock.real_time_offset_ms) >= _REAL_TIME_APART_MS]
+    if not apart:
+        return []
+    worst = max(apart, key=lambda clock: abs(clock.real_time_offset_ms))
+    return [
+        f"Real time on rank {worst.rank}'s host is {worst.real_time_offset_ms:+.0f} ms from that "
+        "on rank 0's: their logs and traces do not line up. The figures here do not use it."
+    ]
 
 
 def _contention_notes(info: RunInfo) -> list[str]:
@@ -131,7 +155,13 @@ class _Measured:
     ready: tuple[Steps, ...]
     bare: tuple[Steps, ...]
     breakdowns: tuple[Breakdown, ...]
-    comparable: bool
+    clock_uncertainty_ms: float | None
+    withheld: str | None
+
+    @property
+    def comparable(self) -> bool:
+        """Whether times of different ranks can be compared; ``withheld`` says why not."""
+        return self.withheld is None
 
     @property
     def costs(self) -> StepCosts | None:
@@ -142,36 +172,74 @@ class _Measured:
 
 
 def _measured(
-    info: RunInfo,
+    clock: CommonClock,
     index: int,
     level: LevelSettings,
     facts: LevelFacts | None,
     columns_by_rank: Mapping[int, Columns],
 ) -> _Measured:
     ranks = [rank for rank in level.ranks if rank in columns_by_rank]
+    columns = {rank: clock.columns(rank, columns_by_rank[rank]) for rank in ranks}
 
     def steps_of(variant: Variant) -> tuple[Steps, ...]:
-        found = [derive_steps(rank, columns_by_rank[rank], index, variant) for rank in ranks]
+        found = [derive_steps(rank, columns[rank], index, variant) for rank in ranks]
         return _common([steps for steps in found if len(steps)])
 
-    places = {place.rank: place for place in info.ranks}
     instrumented = steps_of(Variant.INSTRUMENTED)
-    one_clock = len({places[r].clock_domain for r in level.ranks if r in places}) <= 1
-    comparable = one_clock and len(instrumented) == level.dp
+    uncertainty_ms = None
+    if clock.compares(level.ranks):
+        times = {
+            rank: columns_by_rank[rank]["begin_ns"][columns_by_rank[rank]["level"] == index]
+            for rank in ranks
+        }
+        # Two devices, each tied to its host.
+        of_devices = 2 * facts.device_clock_uncertainty_ns / 1e6 if facts else 0.0
+        uncertainty_ms = clock.uncertainty_ms(times) + of_devices
+    breakdowns, withheld = _split(instrumented, level.dp, uncertainty_ms)
     return _Measured(
         index=index,
         level=level,
         facts=facts,
-        columns=tuple(columns_by_rank[rank] for rank in ranks),
+        columns=tuple(columns.values()),
         plain=steps_of(Variant.PLAIN),
         instrumented=instrumented,
         warmup=steps_of(Variant.WARMUP),
         no_sync=steps_of(Variant.NO_SYNC),
         ready=steps_of(Variant.READY),
         bare=steps_of(Variant.BARE),
-        breakdowns=tuple(_breakdowns(instrumented, level.dp, comparable)),
-        comparable=comparable,
+        breakdowns=breakdowns,
+        clock_uncertainty_ms=uncertainty_ms,
+        withheld=withheld,
     )
+
+
+def _split(
+    instrumented: Sequence[Steps], dp: int, uncertainty_ms: float | None
+) -> tuple[tuple[Breakdown, ...], str | None]:
+    """Splits exposed communication into wait and transfer where the record carries that.
+
+    Returns:
+        Each rank's parts, and why they do not tell wait from transfer; None if they do.
+    """
+    apart = tuple(_breakdowns(instrumented, dp, comparable=True))
+    if dp == 1 or not instrumented or not len(instrumented[0]):
+        return apart, None
+    if len(instrumented) < dp:
+        reason = "the record of a rank is missing"
+    elif uncertainty_ms is None:
+        reason = "the ranks' hosts have clocks of their own, and they were not compared"
+    else:
+        exposed_ms = float(
+            np.mean([(b["exposed_wait"] + b["exposed_transfer"]).mean() for b in apart])
+        )
+        step_ms = float(np.mean([steps.wall_ms.mean() for steps in instrumented]))
+        if uncertainty_ms <= max(_UNCERTAIN_SHARE * exposed_ms, _UNCERTAIN_SHARE_OF_STEP * step_ms):
+            return apart, None
+        reason = (
+            f"the hosts' clocks are known to {uncertainty_ms:.2g} ms, and exposed communication "
+            f"is {exposed_ms:.2g} ms"
+        )
+    return tuple(_breakdowns(instrumented, dp, comparable=False)), reason
 
 
 def _common(ranks: Sequence[Steps]) -> tuple[Steps, ...]:
@@ -235,15 +303,10 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
     level, facts = measured.level, measured.facts
     places = {place.rank: place for place in info.ranks}
     notes = list(facts.notes) if facts else []
-    if not measured.comparable and level.dp > 1:
-        reason = (
-            "the record of a rank is missing"
-            if 0 < len(measured.instrumented) < level.dp
-            else "the ranks' hosts have clocks of their own"
-        )
+    if measured.withheld is not None and measured.instrumented:
         notes.append(
-            f"exposed_wait is withheld: {reason}; exposed_transfer holds waiting and transfer "
-            "together."
+            f"exposed_wait and stragglers are withheld: {measured.withheld}; exposed_transfer "
+            "holds waiting and transfer together."
         )
     step_ms = _summarize(measured.plain)
     observed, micro_steps = _observed(measured.instrumented, level)
@@ -260,6 +323,11 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         else None
     )
     scaling = _scaling(level, samples_per_s, reference)
+    stragglers = (
+        find_stragglers(measured.instrumented, measured.clock_uncertainty_ms or 0.0)
+        if measured.comparable
+        else ()
+    )
     return LevelResult(
         id=level.id,
         dp=level.dp,
@@ -297,6 +365,9 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         else None,
         reference=reference.measured.level.id if reference else None,
         waterfall_ms=falls,
+        clock_uncertainty_ms=measured.clock_uncertainty_ms,
+        straggler=stragglers[0] if stragglers else None,
+        stragglers=stragglers,
         ranks=tuple(
             RankResult(
                 rank=steps.rank,
@@ -389,7 +460,7 @@ def _gradient_ready(measured: _Measured) -> tuple[GradientReady, ...]:
 
 def _breakdowns(ranks: Sequence[Steps], dp: int, comparable: bool) -> list[Breakdown]:
     """Returns all parts of each step of each rank, in ms, [step] each."""
-    latest = _latest_local_end(ranks) if comparable and dp > 1 else None
+    latest = _latest_local_end(ranks) if comparable and dp > 1 and ranks else None
     result: list[Breakdown] = []
     for i, steps in enumerate(ranks):
         exposed = split_exposed(steps, None if latest is None else latest[i], dp)

@@ -93,6 +93,11 @@ class Event(Protocol):
 
 
 _ANCHOR_TRIES = 5
+_LEAST_BASELINE_NS = 1_000_000_000
+"""Device time over which its rate against the host's is fitted, at least: over 1 s anchors that
+are known to 10 us give the rate to 10 ppm."""
+_UNFITTED_RATE = 100e-6
+"""By how much a device's rate may differ from the host's while it is not fitted yet."""
 
 
 class DeviceTimeline:
@@ -102,7 +107,8 @@ class DeviceTimeline:
     an anchor event whose host time was taken when the device had just reached it.
     :meth:`move_anchor` takes a new anchor, for two reasons: the device's clock drifts from
     the host's (some us a second), and ``elapsed_time`` is a 32-bit float in ms (0.5 us up
-    to 4 s, 64 us after ten minutes).
+    to 4 s, 64 us after ten minutes). From all anchors so far comes the device's rate, by
+    which times after the latest anchor are told.
 
     Args:
         make_event: Makes an event with timing enabled, ``torch.cuda.Event(enable_timing=True)``.
@@ -113,9 +119,31 @@ class DeviceTimeline:
         self._make_event = make_event
         self._pool: deque[Event] = deque()
         self._anchor: Any = None
+        self._anchor_ns = 0
         self._clock = clock
+        self._host_total_ns = 0
+        self._device_total_ns = 0.0
+        self._longest_ns = 0
+        self._half_bracket_ns = 0
+        self._rate = 1.0
         self.mark: Callable[[], Mark] = self._mark
         self.move_anchor()
+
+    @property
+    def rate(self) -> float:
+        """Host time that passes in a unit of device time; 1 until it is fitted."""
+        return self._rate
+
+    @property
+    def uncertainty_ns(self) -> int:
+        """By how much a told time may be off the host's clock, in ns.
+
+        Half of the widest bracket of an anchor, and what the uncertainty of the rate makes
+        of the longest time between two anchors.
+        """
+        fitted = self._device_total_ns >= _LEAST_BASELINE_NS
+        of_rate = 2 * self._half_bracket_ns / self._device_total_ns if fitted else _UNFITTED_RATE
+        return self._half_bracket_ns + round(of_rate * self._longest_ns)
 
     def _mark(self) -> Mark:
         event = self._pool.popleft() if self._pool else self._make_event()
@@ -129,7 +157,7 @@ class DeviceTimeline:
     def time_ns(self, mark: Mark) -> int:
         """Returns the time of a mark in ns; waits where the stream has not reached it."""
         mark.synchronize()
-        return self._anchor_ns + round(float(self._anchor.elapsed_time(mark)) * 1e6)
+        return self._anchor_ns + round(float(self._anchor.elapsed_time(mark)) * 1e6 * self._rate)
 
     def move_anchor(self) -> None:
         """Ties the device's time to the host's anew. Waits for the device.
@@ -137,19 +165,29 @@ class DeviceTimeline:
         Of a few tries the one counts whose host time is bracketed most tightly: between
         recording the event on an idle device and seeing that it was reached.
         """
-        tightest = None
+        best: Any = None
+        best_ns, tightest = 0, 0
         for _ in range(_ANCHOR_TRIES):
-            anchor = self._pool.popleft() if self._pool else self._make_event()
+            event: Any = self._pool.popleft() if self._pool else self._make_event()
             before = self._clock()
-            anchor.record()
-            anchor.synchronize()
+            event.record()
+            event.synchronize()
             after = self._clock()
-            if tightest is None or after - before < tightest:
-                tightest = after - before
-                anchor, self._anchor = self._anchor, anchor
-                self._anchor_ns = (before + after) // 2
-            if anchor is not None:
-                self._pool.append(anchor)
+            if best is None or after - before < tightest:
+                tightest, best_ns = after - before, (before + after) // 2
+                event, best = best, event
+            if event is not None:
+                self._pool.append(event)
+        self._half_bracket_ns = max(self._half_bracket_ns, (tightest + 1) // 2)
+        if self._anchor is not None:
+            passed = best_ns - self._anchor_ns
+            self._host_total_ns += passed
+            self._device_total_ns += float(self._anchor.elapsed_time(best)) * 1e6
+            self._longest_ns = max(self._longest_ns, passed)
+            if self._device_total_ns >= _LEAST_BASELINE_NS:
+                self._rate = self._host_total_ns / self._device_total_ns
+            self._pool.append(self._anchor)
+        self._anchor, self._anchor_ns = best, best_ns
 
     def release(self, marks: list[Mark]) -> None:
         """Puts events back into the pool."""

@@ -140,15 +140,19 @@ class Session:
         """Tells ranks that wait with :meth:`learn` that things move."""
         self.store.add(heartbeat, 1)
 
-    def gather_places(self) -> tuple[RankPlace, ...]:
-        """Tells every rank where each rank runs."""
+    def gather_places(self, clock_domain: str) -> tuple[RankPlace, ...]:
+        """Tells every rank where each rank runs.
+
+        Args:
+            clock_domain: Equal for ranks that read the same monotonic clock.
+        """
         topology = self.topology
         own = {
             "rank": topology.rank,
             "local_rank": topology.local_rank,
             "host": socket.gethostname(),
             "agent": os.environ.get("GROUP_RANK", ""),
-            "clock": environment.clock_domain(),
+            "clock": clock_domain,
             "device": str(self.device.device),
             "pid": os.getpid(),
         }

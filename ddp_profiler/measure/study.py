@@ -9,15 +9,23 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ddp_profiler.config import StudyConfig
 from ddp_profiler.measure.allreduce import IsolatedAllReduce
-from ddp_profiler.measure.clock import DeviceTimeline, HostTimeline, Timeline
+from ddp_profiler.measure.clock import (
+    Clock,
+    DeviceTimeline,
+    HostTimeline,
+    Timeline,
+    monotonic_clock,
+)
+from ddp_profiler.measure.clock_sync import ClockSync
 from ddp_profiler.measure.flops import count_flops, measure_peak_flops
 from ddp_profiler.measure.loop import PRECISION_DTYPES, LevelRun, block_plan
 from ddp_profiler.measure.marks import Columns, Recorder
 from ddp_profiler.measure.session import Session
-from ddp_profiler.schema import LevelFacts, LevelSettings, Variant
+from ddp_profiler.schema import ClockReading, LevelFacts, LevelSettings, Variant
 from ddp_profiler.workload import Workload, build
 from ddp_profiler.workload.plant import Planter, parse_plants
 
@@ -48,11 +56,11 @@ class Phase:
     name: str = "start-up"
 
 
-def make_timeline(device: torch.device) -> Timeline:
-    """Returns the timeline of a device: host clock on CPU, events on a GPU."""
+def make_timeline(device: torch.device, clock: Clock = monotonic_clock) -> Timeline:
+    """Returns the timeline of a device: host clock on CPU, events tied to it on a GPU."""
     if device.type == "cuda":
-        return DeviceTimeline(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-    return HostTimeline()
+        return DeviceTimeline(lambda: torch.cuda.Event(enable_timing=True), clock)  # type: ignore[no-untyped-call]
+    return HostTimeline(clock)
 
 
 def build_workload(config: StudyConfig, micro_batch: int) -> Workload:
@@ -70,7 +78,10 @@ class Study:
         sink: Takes this rank's spans.
         progress: Told on a level's first rank how it goes.
         phase: Kept up to date for error messages.
-        on_facts: Told all facts known so far, in the order of levels, after each level.
+        clock: Clock of all marks.
+        clock_sync: Compares the hosts' clocks before the first and after each level.
+        on_facts: Told all facts known so far, in the order of levels, and all comparisons
+            of clocks, after each level.
     """
 
     def __init__(
@@ -81,9 +92,13 @@ class Study:
         sink: Callable[[Columns], None],
         progress: Progress,
         phase: Phase,
-        on_facts: Callable[[tuple[LevelFacts, ...]], None] = lambda _: None,
+        clock: Clock,
+        clock_sync: ClockSync,
+        on_facts: Callable[[tuple[LevelFacts, ...], tuple[ClockReading, ...]], None],
     ) -> None:
         self._on_facts = on_facts
+        self._clock_sync = clock_sync
+        self._clock_readings: list[ClockReading] = []
         self._config = config
         self._levels = levels
         self._session = session
@@ -91,7 +106,7 @@ class Study:
         self._phase = phase
         self._plants = parse_plants(config.plants)
         self._known_flops: tuple[int | None, float | None] | None = None
-        self._recorder = Recorder(make_timeline(session.device.device), sink)
+        self._recorder = Recorder(make_timeline(session.device.device, clock), sink)
 
     def run(self) -> tuple[LevelFacts, ...]:
         """Measures every level ``repeat`` times in shuffled order, each time afresh.
@@ -103,6 +118,7 @@ class Study:
         groups = self._session.make_groups(self._levels)
         facts: dict[int, LevelFacts] = {}
         order = visiting_order(len(self._levels), self._config.repeat, self._config.seed)
+        self._compare_clocks("start")
         for number, (repetition, index) in enumerate(order):
             level = self._levels[index]
             done, heartbeat = f"done/{number}", f"beat/{number}"
@@ -113,8 +129,33 @@ class Study:
             self._phase.name = f"waiting for level {level.id}"
             learnt = self._session.learn(done, LevelFacts, heartbeat)
             facts.setdefault(index, learnt)
-            self._on_facts(tuple(facts[known] for known in sorted(facts)))
+            self._compare_clocks(str(number))
+            known = tuple(facts[done_level] for done_level in sorted(facts))
+            self._on_facts(known, tuple(self._clock_readings))
         return tuple(facts[index] for index in range(len(self._levels)))
+
+    def _compare_clocks(self, moment: str) -> None:
+        """Bounds the offsets of the hosts' clocks; rank 0 keeps all readings."""
+        if not self._clock_sync.needed:
+            return
+        self._phase.name = "comparing the hosts' clocks"
+        reading = self._clock_sync.compare()
+        rank = self._session.rank
+        if reading is not None:
+            self._session.publish(f"clock/{moment}/{rank}", reading)
+        if rank == 0:
+            for leader in self._clock_sync.leaders[1:]:
+                key = f"clock/{moment}/{leader}"
+                self._clock_readings.append(self._session.learn(key, ClockReading))
+
+    def _device_clock_uncertainty_ns(self, group: Any) -> int:
+        """Returns the largest over the level's ranks; 0 where marks are made on the host."""
+        timeline = self._recorder.timeline
+        if not isinstance(timeline, DeviceTimeline):
+            return 0
+        worst = torch.tensor([timeline.uncertainty_ns], device=self._session.device.device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+        return int(worst)
 
     def _visit(
         self, number: int, index: int, repetition: int, group: Any, heartbeat: str
@@ -156,7 +197,8 @@ class Study:
                 phase.name = f"level {level.id}, {variant.name.lower()} block {block}"
                 recorder.begin_block(index, repetition, block, variant)
                 run.run_block(steps, variant, block_ended, beat)
-            facts = run.facts()
+            uncertainty = self._device_clock_uncertainty_ns(group)
+            facts = replace(run.facts(), device_clock_uncertainty_ns=uncertainty)
             session.beat(heartbeat)
             if repetition == 0:
                 phase.name = f"level {level.id}, batch proof"

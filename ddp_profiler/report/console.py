@@ -14,13 +14,14 @@ from rich.text import Text
 
 from ddp_profiler import units
 from ddp_profiler.analysis.parts import PARTS
-from ddp_profiler.analysis.results import LevelResult, Summary
+from ddp_profiler.analysis.results import ClockOffset, LevelResult, Summary
 from ddp_profiler.analysis.scaling import Pop
 
 WIDTH = 80
 _GAP = 2
 _HEADER_LEAST = 8
 _CORNER = "ms a step"
+_CLOCKS_SHOWN = 4
 _ASCII_BOX = {
     code: "-" if chr(code) in "─━┄┅┈┉╌╍═╴╶╸╺╼╾" else "|" if chr(code) in "│┃┆┇┊┋╎╏║╵╷╹╻╽╿" else "+"
     for code in range(0x2500, 0x2580)
@@ -211,6 +212,8 @@ def _rows(levels: Sequence[LevelResult]) -> list[_Row]:
     for part in PARTS:
         row(f"  {_PART_LABELS[part]}", lambda v, part=part: _part(v, part))  # type: ignore[misc]
     rows[-1].ends_section = True
+    if any(level.straggler for level in levels):
+        row("straggler (lag)", _straggler)
     row("comm in flight", lambda v: units.ms(v.comm.busy_ms))
     row("  hidden by backward", lambda v: units.percent(v.comm.overlap_fraction, 0))
     row("collectives / buckets", _collectives)
@@ -235,6 +238,23 @@ def _rows(levels: Sequence[LevelResult]) -> list[_Row]:
                 ),
             )
     return rows
+
+
+def _clock_line(clock: ClockOffset) -> str:
+    drift = (
+        ""
+        if clock.drift_ppm is None or clock.drift_uncertainty_ppm is None
+        else f", drift {clock.drift_ppm:+.0f} +- {clock.drift_uncertainty_ppm:.0f} ppm"
+    )
+    return (
+        f"clock of rank {clock.rank} (node {clock.node}): {clock.offset_ms:+.3f} "
+        f"+- {clock.uncertainty_ms:.3f} ms from rank 0's{drift}"
+    )
+
+
+def _straggler(level: LevelResult) -> str:
+    late = level.straggler
+    return units.NOTHING if late is None else f"rank {late.rank} {units.ms(late.lag_ms)}"
 
 
 def _fall(level: LevelResult, term: str) -> str:
@@ -326,6 +346,9 @@ def _footnotes(summary: Summary) -> list[str]:
                 f"{level.id}: {level.comm.unnoticed_completions} collectives were never seen to "
                 "complete; their end is taken as the end of backward."
             )
+    lines += [_clock_line(clock) for clock in summary.run.clocks[:_CLOCKS_SHOWN]]
+    if len(summary.run.clocks) > _CLOCKS_SHOWN:
+        lines.append(f"... and {len(summary.run.clocks) - _CLOCKS_SHOWN} more clocks")
     lines += [f"note: {note}" for note in summary.notes]
     for finding in summary.findings:
         lines.append(f"{finding.severity}: {finding.message} ({finding.evidence})")

@@ -19,10 +19,12 @@ LOSS_FACTORS = ("dp", "accumulation", "dp*accumulation")
 """Settings by which the loss can be multiplied; a number will do as well."""
 
 _FORM = (
-    "Give it as part=PART,ms=MS[,rank=R][,every=N][,level_dp=N], or as loss=FACTOR with "
+    "Give it as part=PART,ms=MS[,rank=R][,every=N][,level_dp=N], as "
+    "clock=MS,rank=R[,ppm=X][,real_ms=MS], or as loss=FACTOR with "
     f"{', '.join(LOSS_FACTORS)} or a number."
 )
-_KEYS = ("part", "ms", "rank", "every", "level_dp")
+_DELAY_KEYS = ("part", "ms", "rank", "every", "level_dp")
+_CLOCK_KEYS = ("clock", "rank", "ppm", "real_ms")
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,35 @@ class PlantedLoss:
         return self.factor
 
 
-def parse_plants(specs: Sequence[str]) -> tuple[Plant | PlantedLoss, ...]:
-    """Reads faults: ``part=backward,ms=30[,rank=1][,every=10][,level_dp=2]`` or ``loss=dp``.
+@dataclass(frozen=True)
+class PlantedClock:
+    """A rank whose clocks are wrong.
+
+    Attributes:
+        rank: The rank.
+        offset_ms: Its monotonic clock is ahead by so much.
+        ppm: It runs fast by so many millionths, counted from the host's boot.
+        real_ms: Its real time is ahead by so much.
+    """
+
+    rank: int
+    offset_ms: float
+    ppm: float = 0.0
+    real_ms: float = 0.0
+
+
+Planted = Plant | PlantedLoss | PlantedClock
+
+
+def planted_clock(plants: Sequence[Planted], rank: int) -> PlantedClock | None:
+    """Returns what is wrong with a rank's clocks; None where nothing is."""
+    return next((p for p in plants if isinstance(p, PlantedClock) and p.rank == rank), None)
+
+
+def parse_plants(specs: Sequence[str]) -> tuple[Planted, ...]:
+    """Reads faults: ``part=backward,ms=30[,rank=1][,every=10][,level_dp=2]`` and others.
+
+    Others are ``loss=dp`` and ``clock=5000,rank=1[,ppm=50][,real_ms=300]``.
 
     >>> parse_plants(["part=data,ms=20,rank=1", "loss=dp*accumulation"])[1].value(4, 2)
     8.0
@@ -95,7 +124,7 @@ class Planter:
 
     def __init__(
         self,
-        plants: Sequence[Plant | PlantedLoss],
+        plants: Sequence[Planted],
         rank: int,
         sleep: Callable[[float], None] = precise_sleep,
         *,
@@ -127,9 +156,11 @@ class Planter:
         return math.prod((p.value(level_dp, accumulation) for p in self._losses), start=1.0)
 
 
-def _parse(spec: str) -> Plant | PlantedLoss:
+def _parse(spec: str) -> Planted:
     key, _, value = (text.strip() for text in spec.partition("="))
-    return _parse_loss(spec, value) if key == "loss" else _parse_delay(spec)
+    if key == "loss":
+        return _parse_loss(spec, value)
+    return _parse_clock(spec) if key == "clock" else _parse_delay(spec)
 
 
 def _parse_loss(spec: str, text: str) -> PlantedLoss:
@@ -147,17 +178,21 @@ def _parse_loss(spec: str, text: str) -> PlantedLoss:
     return PlantedLoss(number)
 
 
+def _parse_clock(spec: str) -> PlantedClock:
+    values = _values(spec, _CLOCK_KEYS)
+    rank = _whole(spec, values, "rank", 0)
+    if rank is None:
+        raise _wrong(spec, "rank is missing")
+    return PlantedClock(
+        rank=rank,
+        offset_ms=_number(spec, values, "clock"),
+        ppm=_number(spec, values, "ppm"),
+        real_ms=_number(spec, values, "real_ms"),
+    )
+
+
 def _parse_delay(spec: str) -> Plant:
-    values: dict[str, str] = {}
-    for item in spec.split(","):
-        key, equals, value = (text.strip() for text in item.partition("="))
-        if not equals:
-            raise _wrong(spec, f"{item.strip()!r} is not of the form key=value")
-        if key not in _KEYS:
-            raise _wrong(spec, f"there is no option {key}")
-        if key in values:
-            raise _wrong(spec, f"{key} is given twice")
-        values[key] = value
+    values = _values(spec, _DELAY_KEYS)
     for key in ("part", "ms"):
         if key not in values:
             raise _wrong(spec, f"{key} is missing")
@@ -170,6 +205,33 @@ def _parse_delay(spec: str) -> Plant:
         every=_whole(spec, values, "every", 1) or 1,
         level_dp=_whole(spec, values, "level_dp", 1),
     )
+
+
+def _values(spec: str, keys: Sequence[str]) -> dict[str, str]:
+    """Splits ``key=value,...``; each key at most once and one of ``keys``."""
+    values: dict[str, str] = {}
+    for item in spec.split(","):
+        key, equals, value = (text.strip() for text in item.partition("="))
+        if not equals:
+            raise _wrong(spec, f"{item.strip()!r} is not of the form key=value")
+        if key not in keys:
+            raise _wrong(spec, f"there is no option {key}")
+        if key in values:
+            raise _wrong(spec, f"{key} is given twice")
+        values[key] = value
+    return values
+
+
+def _number(spec: str, values: Mapping[str, str], key: str) -> float:
+    """Reads a number of either sign; 0 where there is none."""
+    text = values.get(key, "0")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise _wrong(spec, f"{key}={text} is not a number")
+    return value
 
 
 def _milliseconds(spec: str, text: str) -> float:

@@ -37,7 +37,9 @@ def test_metrics():
         "pop",
     }
     figures |= {"allreduce", "gradient_ready", "costs_ms"}
-    for kind in (results.Communication, results.BatchCheck, results.Overhead):
+    figures |= {"straggler", "stragglers", "clock_uncertainty_ms"}
+    kinds = (results.Communication, results.BatchCheck, results.Overhead, results.Straggler)
+    for kind in kinds:
         figures |= fields(kind)
     assert figures - words("metrics.md") == set()
 
@@ -56,6 +58,8 @@ def test_metrics():
         results.Distribution,
         results.Finding,
         results.GradientReady,
+        results.ClockOffset,
+        results.Straggler,
         AllReduceResult,
         AllReduceSize,
         StepCosts,

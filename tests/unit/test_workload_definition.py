@@ -115,15 +115,11 @@ def test_refuses_a_parameter_in_both_module_and_extra_modules():
         workload(module=module, extra_modules=(module[0],))
 
 
+@pytest.mark.usefixtures("process_group")
 def test_refuses_a_wrapped_module():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
-        with pytest.raises(InputError, match="already wrapped in DistributedDataParallel"):
-            workload(module=wrapped)
-    finally:
-        torch.distributed.destroy_process_group()
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    with pytest.raises(InputError, match="already wrapped in DistributedDataParallel"):
+        workload(module=wrapped)
 
 
 def test_settings():

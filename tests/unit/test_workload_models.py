@@ -261,19 +261,15 @@ def test_convnet_has_buffers_to_broadcast():
     assert len(list(make("convnet").module.buffers())) == 18  # 6 batch norms of 3
 
 
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", SMALL)
 def test_trains_in_ddp(name):
-    dist = torch.distributed
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        workload = make(SMALL[name])
-        bare = gradients(workload, batch_of(workload))
-        ddp = torch.nn.parallel.DistributedDataParallel(workload.module)
-        for _ in range(2):  # The second pass fails where a parameter got no gradient.
-            ddp.zero_grad()
-            batch = batch_of(workload)
-            workload.loss(ddp(*workload.inputs(batch)), batch).backward()
-        for parameter, gradient in zip(workload.module.parameters(), bare, strict=False):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
-    finally:
-        dist.destroy_process_group()
+    workload = make(SMALL[name])
+    bare = gradients(workload, batch_of(workload))
+    ddp = torch.nn.parallel.DistributedDataParallel(workload.module)
+    for _ in range(2):  # The second pass fails where a parameter got no gradient.
+        ddp.zero_grad()
+        batch = batch_of(workload)
+        workload.loss(ddp(*workload.inputs(batch)), batch).backward()
+    for parameter, gradient in zip(workload.module.parameters(), bare, strict=False):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,177 @@
+"""Tells times of all ranks on one clock, with an uncertainty that covers the truth.
+
+The record holds, for each host with a clock of its own, bounds of its offset from rank 0's
+clock at some moments. Between two moments a clock runs at one rate, so its offset lies
+between the straight lines through the lower and through the upper bounds. Before the first
+and after the last moment the bounds open by `MAX_DRIFT`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddp_profiler.analysis.parts import Columns, Floats, Ints
+from ddp_profiler.schema import ClockReading, RunInfo
+
+MAX_DRIFT = 500e-6
+"""The fastest that the kernel lets a clock be slewed (adjtimex), as a fraction."""
+
+_NULL = np.iinfo(np.int64).min
+_NS_PER_MS = 1e6
+
+
+@dataclass(frozen=True)
+class HostClock:
+    """A host's monotonic clock against rank 0's, shape [reading] each; one reading or more.
+
+    Attributes:
+        at: When, in ns on this clock.
+        low: Lower bound of own clock - rank 0's clock, in ns.
+        high: Upper bound of it, in ns.
+    """
+
+    at: Ints
+    low: Ints
+    high: Ints
+
+    def bounds(self, times: Ints) -> tuple[Floats, Floats]:
+        """Returns lower and upper bound of the offset in ns at times on this clock."""
+        # Counted from the first reading: as floats, large times would lose their ns.
+        at, now = (self.at - self.at[0]).astype(float), (times - self.at[0]).astype(float)
+        outside = np.maximum(at[0] - now, 0) + np.maximum(now - at[-1], 0)
+        low = np.interp(now, at, (self.low - self.low[0]).astype(float)) - outside * MAX_DRIFT
+        high = np.interp(now, at, (self.high - self.low[0]).astype(float)) + outside * MAX_DRIFT
+        return low, high
+
+    def to_reference(self, times: Ints) -> Ints:
+        """Returns times on this clock as times on rank 0's: less the middle of the bounds."""
+        low, high = self.bounds(times)
+        middle: Ints = np.round((low + high) / 2).astype(np.int64)
+        reference: Ints = times - self.low[0] - middle
+        return reference
+
+    def uncertainty_ns(self, times: Ints) -> float:
+        """Returns the largest error of :meth:`to_reference` at these times, in ns."""
+        if len(times) == 0:
+            return 0.0
+        low, high = self.bounds(times)
+        return float((high - low).max() / 2)
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """A host's clock against rank 0's, for the report.
+
+    Attributes:
+        rank: The first rank that reads it.
+        node: That rank's node.
+        offset_ms: Own clock - rank 0's, at the first comparison.
+        uncertainty_ms: The true offset lies within offset_ms +- this.
+        drift_ppm: By how many millionths it runs fast; None with a single comparison.
+        drift_uncertainty_ppm: The true rate lies within drift_ppm +- this.
+        real_time_offset_ms: Real time there less that of rank 0's host, at the first
+            comparison: by so much timestamps of logs and traces are apart.
+    """
+
+    rank: int
+    node: int
+    offset_ms: float
+    uncertainty_ms: float
+    drift_ppm: float | None
+    drift_uncertainty_ppm: float | None
+    real_time_offset_ms: float
+
+
+class CommonClock:
+    """Rank 0's clock, on which times of all ranks are told.
+
+    Args:
+        info: Gives the ranks' clock domains and the comparisons of clocks.
+    """
+
+    def __init__(self, info: RunInfo) -> None:
+        self._domains = {place.rank: place.clock_domain for place in info.ranks}
+        self._clocks: dict[str, HostClock | None] = {}
+        if 0 in self._domains:
+            self._clocks[self._domains[0]] = None
+        for rank, readings in _by_rank(info.clocks).items():
+            if rank in self._domains and self._domains[rank] not in self._clocks:
+                self._clocks[self._domains[rank]] = HostClock(
+                    at=np.array([r.at_ns for r in readings], dtype=np.int64),
+                    low=np.array([r.low_ns for r in readings], dtype=np.int64),
+                    high=np.array([r.high_ns for r in readings], dtype=np.int64),
+                )
+
+    def compares(self, ranks: Sequence[int]) -> bool:
+        """Tells whether times of these ranks can be told on one clock."""
+        domains = self._of(ranks)
+        return len(domains) <= 1 or domains <= set(self._clocks)
+
+    def columns(self, rank: int, columns: Columns) -> Columns:
+        """Returns a rank's spans with their times on the common clock, where it is known."""
+        clock = self._clocks.get(self._domains.get(rank, ""))
+        if clock is None:
+            return columns
+        ends = columns["end_ns"].astype(np.int64)
+        return {
+            **columns,
+            "begin_ns": clock.to_reference(columns["begin_ns"].astype(np.int64)),
+            "end_ns": np.where(ends == _NULL, _NULL, clock.to_reference(ends)),
+        }
+
+    def uncertainty_ms(self, times: Mapping[int, Ints]) -> float:
+        """Returns by how much times of two ranks may be apart that are told as equal, in ms.
+
+        That of the two clocks which are known least; 0 where all ranks read one clock.
+
+        Args:
+            times: By rank, in ns on its own clock.
+        """
+        if len(self._of(list(times))) <= 1:
+            return 0.0
+        worst: dict[str, float] = {}
+        for rank, values in times.items():
+            domain = self._domains.get(rank, "")
+            clock = self._clocks.get(domain)
+            found = 0.0 if clock is None else clock.uncertainty_ns(values)
+            worst[domain] = max(worst.get(domain, 0.0), found)
+        return sum(sorted(worst.values())[-2:]) / _NS_PER_MS
+
+    def _of(self, ranks: Sequence[int]) -> set[str]:
+        return {self._domains[rank] for rank in ranks if rank in self._domains}
+
+
+def offsets(info: RunInfo) -> tuple[ClockOffset, ...]:
+    """Returns how far each compared clock was from rank 0's, and how fast it ran."""
+    nodes = {place.rank: place.node for place in info.ranks}
+    return tuple(
+        _offset(rank, nodes.get(rank, 0), readings)
+        for rank, readings in sorted(_by_rank(info.clocks).items())
+    )
+
+
+def _offset(rank: int, node: int, readings: Sequence[ClockReading]) -> ClockOffset:
+    first, last = readings[0], readings[-1]
+    passed = last.at_ns - first.at_ns
+    # The slowest and the fastest line between the bounds at both ends.
+    slowest, fastest = last.low_ns - first.high_ns, last.high_ns - first.low_ns
+    return ClockOffset(
+        rank=rank,
+        node=node,
+        offset_ms=(first.low_ns + first.high_ns) / 2 / _NS_PER_MS,
+        uncertainty_ms=(first.high_ns - first.low_ns) / 2 / _NS_PER_MS,
+        drift_ppm=(slowest + fastest) / 2 / passed * 1e6 if passed > 0 else None,
+        drift_uncertainty_ppm=(fastest - slowest) / 2 / passed * 1e6 if passed > 0 else None,
+        real_time_offset_ms=first.real_offset_ns / _NS_PER_MS,
+    )
+
+
+def _by_rank(readings: Sequence[ClockReading]) -> Mapping[int, list[ClockReading]]:
+    """Groups readings by rank, each in order of time and each moment once."""
+    found: dict[int, dict[int, ClockReading]] = {}
+    for reading in readings:
+        found.setdefault(reading.rank, {})[reading.at_ns] = reading
+    return {rank: [known[at] for at in sorted(known)] for rank, known in found.items()}
