@@ -229,7 +229,7 @@ def test_clocks_that_cannot_be_compared(columns):
     # Both together, with nothing lost: 15 on rank 0, 5 on rank 1.
     assert level.breakdown_ms["exposed_transfer"] == pytest.approx(10)
     assert sum(v for v in level.breakdown_ms.values() if v is not None) == pytest.approx(100)
-    assert any("exposed_wait is withheld" in note for note in level.notes)
+    assert any("exposed_wait and stragglers are withheld" in note for note in level.notes)
 
 
 def test_whole_run_is_not_partial(columns):
