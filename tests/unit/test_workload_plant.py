@@ -5,11 +5,14 @@ import time
 import pytest
 
 from ddp_profiler.errors import UsageError
-from ddp_profiler.workload.plant import PARTS, Plant, PlantedLoss, Planter, parse_plants
-
-FORM = (
-    "Give it as part=PART,ms=MS[,rank=R][,every=N][,level_dp=N], or as loss=FACTOR with "
-    "dp, accumulation, dp*accumulation or a number."
+from ddp_profiler.workload.plant import (
+    PARTS,
+    Plant,
+    PlantedClock,
+    PlantedLoss,
+    Planter,
+    parse_plants,
+    planted_clock,
 )
 
 
@@ -48,13 +51,18 @@ def test_parse():
         ("loss=nan", "loss=nan is none of dp, accumulation, dp*accumulation, nor {}"),
         ("loss=2,rank=1", "loss=2,rank=1 is none of dp, accumulation, dp*accumulation, nor {}"),
         ("part=data,ms=3,loss=2", "there is no option loss"),
+        ("clock=5", "rank is missing"),
+        ("clock=5,rank=1,ppm=fast", "ppm=fast is not a number"),
+        ("clock=5,rank=1,every=2", "there is no option every"),
     ],
 )
 def test_refused(spec, what):
     with pytest.raises(UsageError) as caught:
         parse_plants([spec])
     what = what.replace("{}", "a number other than 0")
-    assert str(caught.value) == f"Planted fault {spec!r}: {what}.\n{FORM}"
+    first, remedy = str(caught.value).splitlines()
+    assert first == f"Planted fault {spec!r}: {what}."
+    assert remedy.startswith("Give it as part=PART")
 
 
 def test_applies_to_its_part_rank_and_steps():
@@ -99,6 +107,14 @@ def test_level_dp_limits_a_plant_to_one_level():
     assert Planter(plants, 0, dp=2).ms("data", 0) == 20
     assert Planter(plants, 0, dp=4).ms("data", 0) == 0
     assert Planter(plants, 0).ms("data", 0) == 0
+
+
+def test_planted_clock():
+    plants = parse_plants(["clock=-5000,rank=1,ppm=50,real_ms=3", "clock=1,rank=2"])
+    assert planted_clock(plants, 0) is None
+    assert planted_clock(plants, 1) == PlantedClock(1, -5000.0, ppm=50.0, real_ms=3.0)
+    assert planted_clock(plants, 2) == PlantedClock(2, 1.0)
+    assert Planter(plants, 1).ms("data", 0) == 0
 
 
 def test_planter_sleeps_for_real():
