@@ -125,11 +125,13 @@ class LevelRun:
         variant: Variant,
         progress: Callable[[], None] = lambda: None,
         beat: Callable[[], None] | None = None,
+        stepped: Callable[[], None] | None = None,
     ) -> None:
         """Trains ``steps`` optimizer steps and records them as one variant.
 
         All ranks of the level start together. ``progress`` is called after the block,
-        ``beat`` after each step.
+        ``beat`` after each step, ``stepped`` after the last one, when a GPU may still be
+        at work on it.
         """
         one_step = {
             Variant.PLAIN: self._plain_step,
@@ -151,6 +153,8 @@ class LevelRun:
             self.step += 1
             if beat is not None:
                 beat()
+        if stepped is not None:
+            stepped()
         if steps:
             micro_steps = steps * self.level.accumulation
             self._micro_step_s = (time.monotonic() - started) / micro_steps
