@@ -167,10 +167,8 @@ class Study:
             for block, (variant, steps) in enumerate(plan):
                 phase.name = f"level {level.id}, {variant.name.lower()} block {block}"
                 recorder.begin_block(index, repetition, block, variant)
-                watched = variant is Variant.INSTRUMENTED
-                if watched:
-                    machine.begin()
-                run.run_block(steps, variant, block_ended, beat, machine.end if watched else None)
+                watched = machine if variant is Variant.INSTRUMENTED else None
+                run.run_block(steps, variant, block_ended, beat, watched)
             session.publish(f"machine/{number}/{session.rank}", machine.use())
             facts = run.facts()
             session.beat(heartbeat)
