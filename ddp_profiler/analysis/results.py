@@ -12,6 +12,7 @@ from ddp_profiler.analysis.allreduce import AllReduceResult
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.analysis.statistics import Distribution
+from ddp_profiler.schema import MachineUse
 
 __all__ = [
     "BatchCheck",
@@ -118,7 +119,7 @@ class GradientReady:
 
 @dataclass(frozen=True)
 class RankResult:
-    """One rank at one level: mean over its instrumented steps."""
+    """One rank at one level: mean over its instrumented steps, and what its machine gave it."""
 
     rank: int
     node: int
@@ -126,6 +127,7 @@ class RankResult:
     steps: int
     step_ms: float
     breakdown_ms: Mapping[str, float | None]
+    machine: MachineUse | None = None
 
 
 @dataclass(frozen=True)

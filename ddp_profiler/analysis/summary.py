@@ -234,6 +234,7 @@ def _reference_note(level: LevelSettings, reference: _Reference | None) -> list[
 def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) -> LevelResult:
     level, facts = measured.level, measured.facts
     places = {place.rank: place for place in info.ranks}
+    machines = {use.rank: use for use in facts.machine} if facts else {}
     notes = list(facts.notes) if facts else []
     if not measured.comparable and level.dp > 1:
         reason = (
@@ -305,6 +306,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
                 steps=len(steps),
                 step_ms=float(steps.wall_ms.mean()),
                 breakdown_ms=_finite({part: float(b[part].mean()) for part in PARTS}),
+                machine=machines.get(steps.rank),
             )
             for steps, b in zip(measured.instrumented, measured.breakdowns, strict=True)
         ),

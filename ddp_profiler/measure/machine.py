@@ -259,7 +259,7 @@ def _read_run_delay(root: Path) -> dict[str, int] | None:
 
 def _read_ticks(root: Path, cores: frozenset[int]) -> _Ticks | None:
     """Returns the time of some cores from ``/proc/stat``; None if it knows none of them."""
-    steal = busy = total = 0
+    steal = busy = total = known = 0
     with (root / "proc/stat").open(encoding="ascii", errors="replace") as lines:
         for line in lines:
             if not line.startswith("cpu"):
@@ -275,7 +275,8 @@ def _read_ticks(root: Path, cores: frozenset[int]) -> _Ticks | None:
             total += sum(ticks)
             busy += sum(ticks) - ticks[3] - ticks[4] - ticks[7]
             steal += ticks[7]
-    return _Ticks(steal, busy, total) if total else None
+            known += 1
+    return _Ticks(steal, busy, total) if known else None
 
 
 def _limit_files(root: Path) -> tuple[Path, ...]:
