@@ -106,8 +106,7 @@ class Run:
             & (columns["kind"] == int(SpanKind.STEP))
             & (columns["level"] == 0)
         ]
-        share: float = np.mean(steps % every == 0)
-        return float(share)
+        return float(np.mean(steps % every == 0))
 
 
 _COMMON = ("--allreduce-max-mb", "0", "--threads-per-rank", "1", "--warmup", "2")
@@ -150,7 +149,7 @@ def lab_study(lab: Any, *options: str) -> Iterator[Run]:
 
 def stream_gbit(lab: Any) -> float:
     """Returns what a plain socket stream carries between two nodes, median of 5, in Gbit/s."""
-    return statistics.median(lab_tool.socket_stream_gbit(lab) for _ in range(5))
+    return float(statistics.median(lab_tool.socket_stream_gbit(lab) for _ in range(5)))
 
 
 class Experiment(ABC):

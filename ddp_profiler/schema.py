@@ -161,6 +161,83 @@ class ParameterFacts:
 
 
 @dataclass(frozen=True)
+class GpuUse:
+    """One rank's NVIDIA GPU, read at the end of each instrumented block while it still works.
+
+    Attributes:
+        sm_mhz: Mean clock of its multiprocessors in MHz.
+        sm_mhz_max: The most that they can run at.
+        clock_reasons: What held the clock down, in words, with the share of readings in
+            which it did.
+        power_w: Mean power draw in W, as the driver averages it.
+        power_limit_w: The limit in force in W.
+        temperature_c: Highest reading in degrees Celsius.
+        pcie_generation: Highest generation of the link that was read; it drops when idle.
+        pcie_generation_max: The most that device and slot can do.
+        pcie_width: Most lanes in use that were read.
+        pcie_width_max: The most that device and slot can do.
+    """
+
+    sm_mhz: float | None = None
+    sm_mhz_max: float | None = None
+    clock_reasons: dict[str, float] = field(default_factory=dict)
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+
+
+@dataclass(frozen=True)
+class MachineUse:
+    """What the machine gave one rank during a level's instrumented blocks.
+
+    Sums are over all those blocks, of all repetitions. What could not be read is None.
+
+    Attributes:
+        rank: Global rank.
+        wall_ms: Time covered.
+        user_ms: Processor time of the process outside the kernel, all threads.
+        system_ms: Processor time of the process inside the kernel, all threads.
+        run_delay_ms: Time for which threads of the process were ready to run and had no
+            core, summed over threads.
+        preemptions: Times that a thread of the process lost its core before it was done
+            (involuntary context switches).
+        major_faults: Page faults of the process that had to read from storage.
+        steal_fraction: Share of the time of the cores that this rank may use which the
+            hypervisor gave to other machines.
+        busy_fraction: Share of the time of those cores in which they ran anything at all.
+        throttled_ms: Time for which the cgroup's limit on processor time held threads
+            back, summed over cores and over all processes of the cgroup.
+        throttled_fraction: Share of the limit's periods in which it was reached.
+        cpu_mhz: Mean clock of the cores that this rank may use, at the end of blocks.
+        cores: Number of cores that this rank may use.
+        affinity: Those cores, such as ``0-3,8``.
+        threads: Threads that torch computes an operation with.
+        gpu: Its NVIDIA GPU; None without one, or without nvidia-ml-py.
+    """
+
+    rank: int
+    wall_ms: float
+    user_ms: float | None = None
+    system_ms: float | None = None
+    run_delay_ms: float | None = None
+    preemptions: int | None = None
+    major_faults: int | None = None
+    steal_fraction: float | None = None
+    busy_fraction: float | None = None
+    throttled_ms: float | None = None
+    throttled_fraction: float | None = None
+    cpu_mhz: float | None = None
+    cores: int | None = None
+    affinity: str | None = None
+    threads: int | None = None
+    gpu: GpuUse | None = None
+
+
+@dataclass(frozen=True)
 class LevelFacts:
     """What the worker found out about a level while it ran it (rank 0 of the level writes it).
 
@@ -180,6 +257,7 @@ class LevelFacts:
         proof: The batch proof; None if not run.
         device_clock_uncertainty_ns: By how much times of device events may be off the host's
             clock, the largest over ranks; 0 where marks are made on the host.
+        machine: What the machine gave each rank of the level; empty if not recorded.
     """
 
     id: str
@@ -194,6 +272,7 @@ class LevelFacts:
     peak_flops_per_s: float | None = None
     proof: BatchProof | None = None
     device_clock_uncertainty_ns: int = 0
+    machine: tuple[MachineUse, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ddp_profiler import units
+from ddp_profiler.analysis.machine import find_machine
 from ddp_profiler.analysis.results import Finding, LevelResult
 from ddp_profiler.analysis.scaling import sharpest_drop
 
@@ -61,6 +62,7 @@ def find(levels: Sequence[LevelResult]) -> tuple[Finding, ...]:
         *_about_loss(measured),
         *_about_drop(measured),
         *_about_accumulation(measured),
+        *find_machine(measured),
     ]
     return tuple(sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity)))
 

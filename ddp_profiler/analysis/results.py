@@ -14,6 +14,7 @@ from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.analysis.statistics import Distribution
 from ddp_profiler.analysis.stragglers import Straggler
+from ddp_profiler.schema import MachineUse
 
 __all__ = [
     "BatchCheck",
@@ -122,7 +123,7 @@ class GradientReady:
 
 @dataclass(frozen=True)
 class RankResult:
-    """One rank at one level: mean over its instrumented steps."""
+    """One rank at one level: mean over its instrumented steps, and what its machine gave it."""
 
     rank: int
     node: int
@@ -130,6 +131,7 @@ class RankResult:
     steps: int
     step_ms: float
     breakdown_ms: Mapping[str, float | None]
+    machine: MachineUse | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ddp_profiler.analysis import allreduce, model, statistics
 from ddp_profiler.analysis.clocks import ClockOffset, CommonClock, offsets
 from ddp_profiler.analysis.findings import find
+from ddp_profiler.analysis.machine import explain
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.parts import (
     PARTS,
@@ -35,7 +36,7 @@ from ddp_profiler.analysis.results import (
 )
 from ddp_profiler.analysis.scaling import Scaling, pop, scale
 from ddp_profiler.analysis.statistics import Distribution
-from ddp_profiler.analysis.stragglers import find_stragglers
+from ddp_profiler.analysis.stragglers import Straggler, find_stragglers
 from ddp_profiler.schema import SCHEMA_VERSION, LevelFacts, LevelSettings, RunInfo, Variant
 
 Breakdown = Mapping[str, Floats]
@@ -302,6 +303,7 @@ def _reference_note(level: LevelSettings, reference: _Reference | None) -> list[
 def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) -> LevelResult:
     level, facts = measured.level, measured.facts
     places = {place.rank: place for place in info.ranks}
+    machines = {use.rank: use for use in facts.machine} if facts else {}
     notes = list(facts.notes) if facts else []
     if measured.withheld is not None and measured.instrumented:
         notes.append(
@@ -323,11 +325,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         else None
     )
     scaling = _scaling(level, samples_per_s, reference)
-    stragglers = (
-        find_stragglers(measured.instrumented, measured.clock_uncertainty_ms or 0.0)
-        if measured.comparable
-        else ()
-    )
+    stragglers = _stragglers(measured)
     return LevelResult(
         id=level.id,
         dp=level.dp,
@@ -376,11 +374,21 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
                 steps=len(steps),
                 step_ms=float(steps.wall_ms.mean()),
                 breakdown_ms=_finite({part: float(b[part].mean()) for part in PARTS}),
+                machine=machines.get(steps.rank),
             )
             for steps, b in zip(measured.instrumented, measured.breakdowns, strict=True)
         ),
         notes=tuple(notes),
     )
+
+
+def _stragglers(measured: _Measured) -> tuple[Straggler, ...]:
+    """Returns who is late, with what the machine shows about them."""
+    if not measured.comparable:
+        return ()
+    found = find_stragglers(measured.instrumented, measured.clock_uncertainty_ms or 0.0)
+    uses = measured.facts.machine if measured.facts else ()
+    return tuple(replace(late, evidence=explain(late.rank, uses)) for late in found)
 
 
 def _declared(info: RunInfo, level: LevelSettings) -> int | None:

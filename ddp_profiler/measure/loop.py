@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from ddp_profiler.measure import backward, ddp_adapter
 from ddp_profiler.measure.backward import BackwardWatch
 from ddp_profiler.measure.batches import Batches, number_of_samples
+from ddp_profiler.measure.machine import MachineWatch
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.measure.proof import prove_batch
 from ddp_profiler.schema import (
@@ -125,11 +126,12 @@ class LevelRun:
         variant: Variant,
         progress: Callable[[], None] = lambda: None,
         beat: Callable[[], None] | None = None,
+        machine: MachineWatch | None = None,
     ) -> None:
         """Trains ``steps`` optimizer steps and records them as one variant.
 
         All ranks of the level start together. ``progress`` is called after the block,
-        ``beat`` after each step.
+        ``beat`` after each step. ``machine`` watches the steps alone.
         """
         one_step = {
             Variant.PLAIN: self._plain_step,
@@ -140,8 +142,11 @@ class LevelRun:
         hooks = self._watch_parameters() if variant is Variant.READY else []
         if one_step != self._plain_step:
             self.adapter.attach()
-        if self.level.dp > 1:
-            dist.barrier(group=self.group)
+        self._meet()
+        if machine is not None:
+            machine.begin()
+            # Again, since one may have taken longer to read.
+            self._meet()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         started = time.monotonic()
@@ -151,6 +156,8 @@ class LevelRun:
             self.step += 1
             if beat is not None:
                 beat()
+        if machine is not None:
+            machine.end()
         if steps:
             micro_steps = steps * self.level.accumulation
             self._micro_step_s = (time.monotonic() - started) / micro_steps
@@ -159,6 +166,10 @@ class LevelRun:
             hook.remove()
         self.recorder.flush()
         progress()
+
+    def _meet(self) -> None:
+        if self.level.dp > 1:
+            dist.barrier(group=self.group)
 
     def facts(self) -> LevelFacts:
         """Returns what is known of the level after it has run."""

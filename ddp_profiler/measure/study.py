@@ -23,9 +23,11 @@ from ddp_profiler.measure.clock import (
 from ddp_profiler.measure.clock_sync import ClockSync
 from ddp_profiler.measure.flops import count_flops, measure_peak_flops
 from ddp_profiler.measure.loop import PRECISION_DTYPES, LevelRun, block_plan
+from ddp_profiler.measure.machine import MachineWatch
 from ddp_profiler.measure.marks import Columns, Recorder
+from ddp_profiler.measure.nvidia import open_gpu
 from ddp_profiler.measure.session import Session
-from ddp_profiler.schema import ClockReading, LevelFacts, LevelSettings, Variant
+from ddp_profiler.schema import ClockReading, LevelFacts, LevelSettings, MachineUse, Variant
 from ddp_profiler.workload import Workload, build
 from ddp_profiler.workload.plant import Planter, parse_plants
 
@@ -107,12 +109,15 @@ class Study:
         self._plants = parse_plants(config.plants)
         self._known_flops: tuple[int | None, float | None] | None = None
         self._recorder = Recorder(make_timeline(session.device.device, clock), sink)
+        gpu = open_gpu(session.device.device)
+        self._machines = [MachineWatch(session.rank, torch.get_num_threads(), gpu) for _ in levels]
 
     def run(self) -> tuple[LevelFacts, ...]:
         """Measures every level ``repeat`` times in shuffled order, each time afresh.
 
         Returns:
-            What is known of each level; the same on every rank.
+            What is known of each level; the same on every rank, but for what the machine
+            gave each rank, which rank 0 alone learns: at 1,000 ranks it is long.
         """
         self._phase.name = "making process groups"
         groups = self._session.make_groups(self._levels)
@@ -129,6 +134,12 @@ class Study:
             self._phase.name = f"waiting for level {level.id}"
             learnt = self._session.learn(done, LevelFacts, heartbeat)
             facts.setdefault(index, learnt)
+            if self._session.rank == 0:
+                uses = tuple(
+                    self._session.learn(f"machine/{number}/{rank}", MachineUse)
+                    for rank in level.ranks
+                )
+                facts[index] = replace(facts[index], machine=uses)
             self._compare_clocks(str(number))
             known = tuple(facts[done_level] for done_level in sorted(facts))
             self._on_facts(known, tuple(self._clock_readings))
@@ -164,6 +175,7 @@ class Study:
         config, session, recorder = self._config, self._session, self._recorder
         level, phase = self._levels[index], self._phase
         leads = session.rank == level.ranks[0]
+        machine = self._machines[index]
         baselines = [Variant.NO_SYNC] + ([Variant.BARE] if level.dp == 1 else [])
         plan = [(Variant.WARMUP, config.warmup), *block_plan(config.steps, *baselines)]
         plan.append((Variant.READY, min(3, config.steps)))
@@ -196,7 +208,9 @@ class Study:
             for block, (variant, steps) in enumerate(plan):
                 phase.name = f"level {level.id}, {variant.name.lower()} block {block}"
                 recorder.begin_block(index, repetition, block, variant)
-                run.run_block(steps, variant, block_ended, beat)
+                watched = machine if variant is Variant.INSTRUMENTED else None
+                run.run_block(steps, variant, block_ended, beat, watched)
+            session.publish(f"machine/{number}/{session.rank}", machine.use())
             uncertainty = self._device_clock_uncertainty_ns(group)
             facts = replace(run.facts(), device_clock_uncertainty_ns=uncertainty)
             session.beat(heartbeat)

@@ -130,6 +130,10 @@ def test_repetitions_are_the_unit_of_the_interval(study):
     for level in done.summary["levels"]:
         assert level["repetitions"] == 3
         assert level["steps"] == 6
+        for rank in level["ranks"]:
+            # The machine is watched in all repetitions, and in instrumented steps only.
+            covered, steps_ms = rank["machine"]["wall_ms"], rank["steps"] * rank["step_ms"]
+            assert steps_ms <= covered <= 2 * steps_ms + 100, rank
 
 
 def test_allreduce_in_isolation(study):

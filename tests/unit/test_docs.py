@@ -11,7 +11,15 @@ from ddp_profiler.analysis.allreduce import AllReduceResult, AllReduceSize
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.scaling import Pop
-from ddp_profiler.schema import SCHEMA_VERSION, SPAN_COLUMNS, RunInfo, SpanKind, Variant
+from ddp_profiler.schema import (
+    SCHEMA_VERSION,
+    SPAN_COLUMNS,
+    GpuUse,
+    MachineUse,
+    RunInfo,
+    SpanKind,
+    Variant,
+)
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -41,6 +49,8 @@ def test_metrics():
     kinds = (results.Communication, results.BatchCheck, results.Overhead, results.Straggler)
     for kind in kinds:
         figures |= fields(kind)
+    for kind in (results.Communication, results.BatchCheck, results.Overhead, MachineUse):
+        figures |= fields(kind) - {"rank"}
     assert figures - words("metrics.md") == set()
 
 
@@ -48,6 +58,8 @@ def test_metrics():
     "kind",
     [
         RunInfo,
+        MachineUse,
+        GpuUse,
         results.Summary,
         results.RunResult,
         results.LevelResult,

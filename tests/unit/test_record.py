@@ -1,5 +1,7 @@
 """The run folder: written and read back, cut at every byte, and refused where it is no run."""
 
+import json
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -17,8 +19,10 @@ from ddp_profiler.schema import (
     SCHEMA_VERSION,
     SPAN_COLUMNS,
     Failure,
+    GpuUse,
     LevelFacts,
     LevelSettings,
+    MachineUse,
     RankPlace,
     RunInfo,
 )
@@ -72,6 +76,18 @@ def test_run_info_comes_back(tmp_path):
     writer.write_run_info(tmp_path, run_info())
     assert reader.read_run_info(tmp_path) == run_info()
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_machines_come_back_and_may_be_absent(tmp_path):
+    (known,) = run_info().facts
+    machine = (MachineUse(0, 12.5, cores=2, gpu=GpuUse(900.0, clock_reasons={"thermal": 1.0})),)
+    writer.write_run_info(tmp_path, run_info(facts=(replace(known, machine=machine),)))
+    assert reader.read_run_info(tmp_path).facts[0].machine == machine
+
+    content = json.loads(paths.run_file(tmp_path).read_text())
+    del content["facts"][0]["machine"]  # as earlier versions wrote it
+    paths.run_file(tmp_path).write_text(json.dumps(content))
+    assert reader.read_run_info(tmp_path) == run_info()
 
 
 def test_spans_come_back(run):
