@@ -226,6 +226,23 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class RecordPart:
+    """A folder with the files of some ranks, where not all ranks see one folder.
+
+    Attributes:
+        keeper: The rank that claimed the folder.
+        hostname: Name of its node.
+        folder: Absolute path of the folder on that node.
+        ranks: The ranks that wrote their files there, in order.
+    """
+
+    keeper: int
+    hostname: str
+    folder: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class RunInfo:
     """The content of ``run.json``.
 
@@ -242,6 +259,9 @@ class RunInfo:
         environment: Software and hardware of each node, by node index as text.
         facts: What the workers found out, one entry for each finished level.
         failures: What went wrong.
+        keeper: The rank that claimed this folder: 0, but for a folder that a node without the
+            run's own folder keeps.
+        parts: The folders that ranks wrote to, that of rank 0 first; empty where it was one.
     """
 
     schema_version: int
@@ -256,3 +276,5 @@ class RunInfo:
     environment: dict[str, dict[str, Any]] = field(default_factory=dict)
     facts: tuple[LevelFacts, ...] = ()
     failures: tuple[Failure, ...] = ()
+    keeper: int = 0
+    parts: tuple[RecordPart, ...] = ()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ddp_profiler import units
 from ddp_profiler.analysis import allreduce, model, statistics
 from ddp_profiler.analysis.findings import find
 from ddp_profiler.analysis.model import StepCosts
@@ -58,10 +59,9 @@ def summarize_run(
     missing = sorted(set(range(info.world_size)) - set(columns_by_rank))
     partial = info.status != "complete" or bool(missing) or bool(incomplete)
     notes = [f"Rank {f.rank} failed in {f.phase}: {f.message}" for f in info.failures]
-    if missing:
-        notes.append(f"The record of rank {_some(missing)} is missing.")
+    notes += _missing_notes(info, missing)
     if incomplete:
-        notes.append(f"The record of rank {_some(incomplete)} was cut: the run did not end.")
+        notes.append(f"The record of {units.ranks(incomplete)} was cut: the run did not end.")
     notes += _contention_notes(info)
     return Summary(
         schema_version=SCHEMA_VERSION,
@@ -90,9 +90,21 @@ def _statistics_unit(levels: Sequence[LevelResult]) -> str:
     return "steps of one launch (moving-block bootstrap); launches differ by more"
 
 
-def _some(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+def _missing_notes(info: RunInfo, missing: Sequence[int]) -> list[str]:
+    """Says which ranks' records are missing, and where nodes without a shared folder kept them."""
+    notes = []
+    left = set(missing)
+    for part in info.parts:
+        there = left & set(part.ranks)
+        if there:
+            notes.append(
+                f"The record of {units.ranks(there)} is missing here; it was written on "
+                f"{part.hostname} in {part.folder}. Join both with ddp-profiler merge."
+            )
+            left -= there
+    if left:
+        notes.append(f"The record of {units.ranks(left)} is missing.")
+    return notes
 
 
 def _contention_notes(info: RunInfo) -> list[str]:
@@ -123,6 +135,7 @@ class _Measured:
     index: int
     level: LevelSettings
     facts: LevelFacts | None
+    ranks: tuple[int, ...]
     columns: tuple[Columns, ...]
     plain: tuple[Steps, ...]
     instrumented: tuple[Steps, ...]
@@ -162,6 +175,7 @@ def _measured(
         index=index,
         level=level,
         facts=facts,
+        ranks=tuple(ranks),
         columns=tuple(columns_by_rank[rank] for rank in ranks),
         plain=steps_of(Variant.PLAIN),
         instrumented=instrumented,
@@ -215,9 +229,11 @@ def _reference(measured: _Measured, all_levels: Sequence[_Measured]) -> _Referen
     return None
 
 
-def _reference_note(level: LevelSettings, reference: _Reference | None) -> list[str]:
+def _reference_note(info: RunInfo, level: LevelSettings, reference: _Reference | None) -> list[str]:
     if level.dp == 1:
         return []
+    if reference is None and any(other.dp == 1 for other in info.levels):
+        return ["The dp = 1 level has no steps here: no efficiency and no waterfall."]
     if reference is None:
         return ["There is no dp = 1 level to compare with: no efficiency and no waterfall."]
     name = reference.measured.level.id
@@ -235,22 +251,23 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
     level, facts = measured.level, measured.facts
     places = {place.rank: place for place in info.ranks}
     notes = list(facts.notes) if facts else []
-    if not measured.comparable and level.dp > 1:
+    if measured.instrumented and not measured.comparable and level.dp > 1:
         reason = (
             "the record of a rank is missing"
-            if 0 < len(measured.instrumented) < level.dp
+            if len(measured.instrumented) < level.dp
             else "the ranks' hosts have clocks of their own"
         )
         notes.append(
             f"exposed_wait is withheld: {reason}; exposed_transfer holds waiting and transfer "
             "together."
         )
+    notes += _subset_note(measured)
     step_ms = _summarize(measured.plain)
     observed, micro_steps = _observed(measured.instrumented, level)
     samples_per_s = _throughput(step_ms, observed or level.global_batch)
     tokens = info.settings.get("tokens_per_sample")
     costs, reference = measured.costs, _reference(measured, all_levels)
-    notes += _reference_note(level, reference)
+    notes += _reference_note(info, level, reference)
     base = reference.measured if reference and reference.same_micro_batch else None
     single = base.costs if base else None
     bare = model.bare_costs(base.bare, base.level.accumulation) if base else None
@@ -283,7 +300,10 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         mfu=_mfu(samples_per_s, level.dp, facts),
         breakdown_ms=_mean_breakdown(measured.breakdowns),
         comm=_communication(measured.instrumented, level, facts),
-        allreduce=allreduce.isolated(measured.columns, measured.index, level.dp),
+        # Its time is that of the last rank to enter it, which may be the one that is missing.
+        allreduce=allreduce.isolated(measured.columns, measured.index, level.dp)
+        if len(measured.columns) == level.dp
+        else None,
         batch_check=_batch_check(level, observed, micro_steps, facts, _declared(info, level)),
         overhead=_overhead(measured.plain, measured.instrumented),
         gradient_ready=_gradient_ready(measured),
@@ -310,6 +330,19 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         ),
         notes=tuple(notes),
     )
+
+
+def _subset_note(measured: _Measured) -> list[str]:
+    """Says of which ranks the figures are, where records are missing."""
+    level, there = measured.level, measured.ranks
+    if len(there) == level.dp:
+        return []
+    if not there:
+        return [f"Nothing is known of this level: it ran on {units.ranks(level.ranks)}."]
+    return [
+        f"All figures are means over {units.ranks(there)}, of {level.dp}; AllReduce in isolation "
+        "is left out, since it needs all ranks."
+    ]
 
 
 def _declared(info: RunInfo, level: LevelSettings) -> int | None:
