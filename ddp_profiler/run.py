@@ -272,8 +272,10 @@ class _Worker:
         from ddp_profiler.measure import collect
 
         senders = [rank for part in parts if part.keeper != 0 for rank in part.ranks]
+        if not senders:
+            return {}
         carrier = collect.GroupCarrier(session, senders)
-        if session.rank == 0 and senders:
+        if session.rank == 0:
             return collect.collect(
                 carrier,
                 senders,
@@ -282,6 +284,8 @@ class _Worker:
             )
         if session.rank in senders:
             collect.hand_over(carrier, paths.rank_file(folder, session.rank))
+        else:
+            collect.stand_by(carrier)
         return {}
 
     def _keep(self) -> None:

@@ -267,7 +267,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
     samples_per_s = _throughput(step_ms, observed or level.global_batch)
     tokens = info.settings.get("tokens_per_sample")
     costs, reference = measured.costs, _reference(measured, all_levels)
-    notes += _reference_note(info, level, reference)
+    notes += _reference_note(info, level, reference) if measured.ranks else []
     base = reference.measured if reference and reference.same_micro_batch else None
     single = base.costs if base else None
     bare = model.bare_costs(base.bare, base.level.accumulation) if base else None
@@ -338,10 +338,10 @@ def _subset_note(measured: _Measured) -> list[str]:
     if len(there) == level.dp:
         return []
     if not there:
-        return [f"Nothing is known of this level: it ran on {units.ranks(level.ranks)}."]
+        return [f"No step of this level is recorded here: it ran on {units.ranks(level.ranks)}."]
     return [
-        f"All figures are means over {units.ranks(there)}, of {level.dp}; AllReduce in isolation "
-        "is left out, since it needs all ranks."
+        f"Figures are means over {units.ranks(there)} of this level's {level.dp}; AllReduce in "
+        "isolation is left out, since it needs all ranks."
     ]
 
 

@@ -64,7 +64,7 @@ class Carrier(Protocol):
         ...
 
     def connect(self) -> None:
-        """Meets the other ranks that take part."""
+        """Meets the other ranks; those that take no part call it too."""
         ...
 
     def send(self, data: bytes) -> None:
@@ -110,13 +110,10 @@ class GroupCarrier:
         self.beat = session.beat
 
     def connect(self) -> None:
-        """Makes the group; only its members call it."""
-        self._group = dist.new_group(
-            self._ranks,
-            timeout=self._session.timeout,
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+        """Makes the group; all ranks call it, since torch numbers groups on each."""
+        # Not with use_local_synchronization: it hangs where ranks are members of different
+        # numbers of groups, since the group's name then differs (torch 2.13).
+        self._group = dist.new_group(self._ranks, timeout=self._session.timeout, backend="gloo")
 
     def send(self, data: bytes) -> None:
         """Sends bytes to rank 0."""
@@ -147,6 +144,12 @@ def hand_over(carrier: Carrier, path: Path) -> None:
         if not offer.problem and carrier.learn(f"part/{carrier.rank}/go", bool, HEARTBEAT):
             for begin in range(0, len(data), CHUNK_BYTES):
                 carrier.send(data[begin : begin + CHUNK_BYTES])
+
+
+def stand_by(carrier: Carrier) -> None:
+    """Does what a rank that neither sends nor collects has to do."""
+    with contextlib.suppress(*_LOST):
+        carrier.connect()
 
 
 def collect(
