@@ -5,6 +5,7 @@ Every rank runs it. It wires workload, measurement, record and report together.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -190,7 +191,13 @@ class _Worker:
         folder, run_id = Path(folder_name), described.run_id
         phase.name = "agreeing on the run folder"
         parts = self._settle(session, folder, described)
+        senders = [r for part in parts if part.keeper != 0 for r in part.ranks]
         phase.name = "meeting the other ranks"
+        carrier = (
+            collect.GroupCarrier(session, senders, own_group=device.backend != "gloo")
+            if senders
+            else None
+        )
         places = session.gather_places()
         node = places[rank].node
         if rank == min(place.rank for place in places if place.node == node):
@@ -226,17 +233,22 @@ class _Worker:
         finally:
             stream.close()
         phase.name = "collecting the parts of other nodes"
-        lost = self._collect(session, folder, parts)
+        lost = self._collect(carrier, senders, folder) if carrier else {}
         phase.name = "closing"
-        try:
-            session.close(heartbeat=collect.HEARTBEAT, limit_s=_LAST_WAIT_S if lost else None)
-        except (DdpProfilerError, RuntimeError):
-            if not lost:  # Else a node that is gone is why, and what is here can be analysed.
-                raise
+        if lost is None:
+            # Not even the store can be reached: what this node measured is complete all the same.
+            pass
+        elif not lost:
+            session.close(heartbeat=collect.HEARTBEAT)
+        else:
+            # A node that is gone may be why, and what is here can be analysed.
+            with contextlib.suppress(DdpProfilerError, RuntimeError):
+                session.close(limit_s=_LAST_WAIT_S)
         if self.info is not None:
             self.info = replace(self.info, status="complete")
             self._keep()
-        _tell_lost(parts, lost, self.folder)
+        if lost:
+            _tell_lost(parts, lost, folder)
 
     def _settle(self, session: Any, folder: Path, described: RunInfo) -> tuple[RecordPart, ...]:
         """Finds this rank's folder: the run's own, or one that this node claims for the run."""
@@ -263,30 +275,35 @@ class _Worker:
                 self.folder = self.info = None
             raise
 
-    def _collect(self, session: Any, folder: Path, parts: tuple[RecordPart, ...]) -> dict[int, str]:
+    def _collect(self, carrier: Any, senders: Sequence[int], folder: Path) -> dict[int, str] | None:
         """Brings the files that rank 0 does not see to it.
 
         Returns:
-            On rank 0 the ranks whose files did not come, each with the reason.
+            On rank 0 the ranks whose files did not come, each with the reason. On other ranks
+            nothing, or None if rank 0 cannot be reached any more.
         """
         from ddp_profiler.measure import collect
 
-        senders = [rank for part in parts if part.keeper != 0 for rank in part.ranks]
-        if not senders:
-            return {}
-        carrier = collect.GroupCarrier(session, senders)
-        if session.rank == 0:
+        rank = self.topology.rank
+        if rank == 0:
             return collect.collect(
                 carrier,
                 senders,
-                lambda rank, size, sha256: record_parts.PartWriter(folder, rank, size, sha256),
+                lambda sender, size, sha256: record_parts.PartWriter(folder, sender, size, sha256),
                 _CollectionProgress(),
             )
-        if session.rank in senders:
-            collect.hand_over(carrier, paths.rank_file(folder, session.rank))
-        else:
-            collect.stand_by(carrier)
-        return {}
+        if rank not in senders:
+            return {}
+        reason = collect.hand_over(carrier, paths.rank_file(folder, rank))
+        if not reason:
+            return {}
+        error = InputError(
+            f"rank {rank} could not hand over its part ({reason}). It is kept on "
+            f"{socket.gethostname()} in {folder.absolute()}.",
+            "Copy that folder to rank 0's node and join both with: ddp-profiler merge",
+        )
+        print(f"{NAME}: {error_text(error)}", file=sys.stderr, flush=True)
+        return None
 
     def _keep(self) -> None:
         """Writes run.json, where this rank keeps one."""

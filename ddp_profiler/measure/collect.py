@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,9 @@ from ddp_profiler.measure.session import Session
 CHUNK_BYTES = 4 * 2**20
 HEARTBEAT = "collecting"
 """Moves with every chunk: ranks whose turn comes late do not give up."""
+
+_LONGEST_MEETING = timedelta(seconds=60)
+"""For a group of gloo beside NCCL, which may know no way between the nodes."""
 
 _LOST = (DdpProfilerError, RuntimeError)
 """What a lost connection raises, in the store and in gloo."""
@@ -51,6 +55,11 @@ class Carrier(Protocol):
         """Global rank."""
         ...
 
+    @property
+    def problem(self) -> str:
+        """Why bytes cannot be carried; empty if they can."""
+        ...
+
     def publish(self, key: str, value: object) -> None:
         """Makes a value known to all ranks."""
         ...
@@ -61,10 +70,6 @@ class Carrier(Protocol):
 
     def beat(self, heartbeat: str) -> None:
         """Tells waiting ranks that things move."""
-        ...
-
-    def connect(self) -> None:
-        """Meets the other ranks; those that take no part call it too."""
         ...
 
     def send(self, data: bytes) -> None:
@@ -93,27 +98,32 @@ class Taker(Protocol):
 
 
 class GroupCarrier:
-    """A carrier over a session's store and a gloo group of its own.
+    """A carrier over a session's store and a gloo group.
+
+    All ranks make it alike, before they measure: a group that is made when the network has
+    just gone hangs for longer than its timeout (torch 2.13).
 
     Args:
         session: This rank's part in the launch.
         senders: The ranks that send to rank 0.
+        own_group: Make a group of gloo; else the session's own group is one.
     """
 
-    def __init__(self, session: Session, senders: Sequence[int]) -> None:
-        self._session = session
-        self._ranks = sorted({0, *senders})
-        self._group: Any = None
+    def __init__(self, session: Session, senders: Sequence[int], own_group: bool) -> None:
         self.rank = session.rank
         self.publish = session.publish
         self.learn = session.learn
         self.beat = session.beat
-
-    def connect(self) -> None:
-        """Makes the group; all ranks call it, since torch numbers groups on each."""
-        # Not with use_local_synchronization: it hangs where ranks are members of different
-        # numbers of groups, since the group's name then differs (torch 2.13).
-        self._group = dist.new_group(self._ranks, timeout=self._session.timeout, backend="gloo")
+        self.problem = ""
+        self._group: Any = None
+        if own_group:
+            timeout = min(session.timeout, _LONGEST_MEETING)
+            try:
+                # Not with use_local_synchronization: it hangs where ranks are members of
+                # different numbers of groups, since the group's name then differs (torch 2.13).
+                self._group = dist.new_group(sorted({0, *senders}), timeout=timeout, backend="gloo")
+            except RuntimeError as error:
+                self.problem = f"gloo cannot connect the nodes: {_reason(error)}"
 
     def send(self, data: bytes) -> None:
         """Sends bytes to rank 0."""
@@ -127,29 +137,29 @@ class GroupCarrier:
         return data
 
 
-def hand_over(carrier: Carrier, path: Path) -> None:
-    """Sends this rank's file to rank 0 when that asks for it.
+def hand_over(carrier: Carrier, path: Path) -> str:
+    """Sends this rank's file to rank 0 when that asks for it; the file stays here too.
 
-    What goes wrong is told by rank 0, which knows it too; the file stays here.
+    Returns:
+        Why rank 0 cannot be reached any more; empty if it can. What else goes wrong, rank 0
+        knows and tells.
     """
     data = b""
     try:
         data = path.read_bytes()
         offer = Offer(len(data), hashlib.sha256(data).hexdigest())
+        if carrier.problem:
+            offer = Offer(0, "", carrier.problem)
     except OSError as error:
         offer = Offer(0, "", f"{path.name} cannot be read: {error.strerror or error}")
-    with contextlib.suppress(*_LOST):
+    try:
         carrier.publish(f"part/{carrier.rank}", offer)
-        carrier.connect()
         if not offer.problem and carrier.learn(f"part/{carrier.rank}/go", bool, HEARTBEAT):
             for begin in range(0, len(data), CHUNK_BYTES):
                 carrier.send(data[begin : begin + CHUNK_BYTES])
-
-
-def stand_by(carrier: Carrier) -> None:
-    """Does what a rank that neither sends nor collects has to do."""
-    with contextlib.suppress(*_LOST):
-        carrier.connect()
+    except _LOST as error:
+        return _reason(error)
+    return ""
 
 
 def collect(
@@ -183,12 +193,14 @@ def collect(
 
     try:
         offers = {rank: carrier.learn(f"part/{rank}", Offer) for rank in senders}
-        carrier.connect()
         done, total = 0, sum(offer.size for offer in offers.values())
         for rank, offer in offers.items():
             if offer.problem:
                 failed[rank] = offer.problem
                 continue
+            if carrier.problem:
+                leave_the_rest(carrier.problem)
+                break
             error: Exception | None = None
             try:
                 taker = take(rank, offer.size, offer.sha256)

@@ -222,9 +222,12 @@ class Session:
         before()
         self.publish(f"closed/{self.rank}", True)
         if self.rank == 0:
-            for rank in range(self.topology.world_size):
-                self.learn(f"closed/{rank}", limit_s=limit_s)
-            self.publish("all closed", True)
+            try:
+                for rank in range(self.topology.world_size):
+                    self.learn(f"closed/{rank}", limit_s=limit_s)
+            finally:
+                # Those that came need not wait for those that do not.
+                self.publish("all closed", True)
         else:
             self.learn("all closed", heartbeat=heartbeat)
         dist.destroy_process_group()

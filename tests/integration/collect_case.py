@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch.distributed as dist
+
 from ddp_profiler.measure import collect, session, topology
 from ddp_profiler.record import parts, paths
 
@@ -29,12 +31,10 @@ def main():
     device = session.choose_device(place, "gloo", 1)
     own = session.Session(place, device, TIMEOUT_S)
     kind = Leaves if place.rank == 2 else collect.GroupCarrier
-    carrier = kind(own, [1, 2])
-    # Groups of different sizes come before, as in a study.
-    import torch.distributed as dist
-
-    for size in (1, 2, 4):
-        dist.new_group(list(range(size)), timeout=own.timeout)
+    # Groups of different sizes come before and after, as in a study.
+    dist.new_group([0, 1], timeout=own.timeout)
+    carrier = kind(own, [1, 2], own_group=sys.argv[3] == "own")
+    dist.new_group([0, 3], timeout=own.timeout)
     if place.rank == 0:
         begin = time.monotonic()
         failed = collect.collect(carrier, [1, 2], lambda *of: parts.PartWriter(root / "0", *of))
@@ -42,8 +42,6 @@ def main():
         (root / "result.json").write_text(json.dumps([failed, seconds]))
     elif place.rank in (1, 2):
         collect.hand_over(carrier, paths.rank_file(root / "1", place.rank))
-    else:
-        collect.stand_by(carrier)
     os._exit(0)
 
 

@@ -24,18 +24,13 @@ class Wire(Board):
     def __init__(self, store, rank, lines, **faults):
         super().__init__(store, rank, wait_s=faults.pop("wait_s", 10))
         self.lines, self.beats = lines, 0
-        self.flip, self.cut_after, self.alone = (
-            faults.pop(name, None) for name in ("flip", "cut_after", "alone")
-        )
+        self.flip, self.cut_after = faults.pop("flip", False), faults.pop("cut_after", None)
+        self.problem = faults.pop("problem", "")
         assert not faults
 
     def beat(self, heartbeat):
         assert heartbeat == collect.HEARTBEAT
         self.beats += 1
-
-    def connect(self):
-        if self.alone:
-            raise RuntimeError("Connection refused\nand a long trace")
 
     def send(self, data):
         assert 0 < len(data) <= CHUNK
@@ -92,8 +87,7 @@ class Nodes:
                 for rank in senders
             ),
         )
-        # A sender never fails, whatever happens; and its file stays what it was.
-        assert results[1:] == [None] * len(senders)
+        self.alone = dict(zip(senders, results[1:], strict=True))
         self.first = first
         return results[0]
 
@@ -107,6 +101,7 @@ def test_files_come_byte_for_byte(tmp_path, size):
     nodes = Nodes(tmp_path, {2: size, 3: 20})
     assert nodes.collect() == {}
     assert nodes.collected() == nodes.contents
+    assert nodes.alone == {2: "", 3: ""}
     assert {rank: nodes.file(rank).read_bytes() for rank in (2, 3)} == nodes.contents
     assert nodes.told[-1] == (size + 20, size + 20)
     assert nodes.first.beats == len(nodes.told)
@@ -166,13 +161,21 @@ def test_connection_that_breaks(tmp_path):
     assert sorted(failed) == [2, 3]
     assert failed[3] == "the connection was lost: [gloo] Connection closed by peer"
     assert nodes.collected() == {1: nodes.contents[1]}
+    # Rank 3 is told that nobody asks for its file; only rank 2 has lost rank 0.
+    assert nodes.alone == {1: "", 2: "Connection closed by peer", 3: ""}
 
 
-def test_ranks_that_cannot_meet(tmp_path):
+def test_group_that_only_one_side_could_not_make(tmp_path):
+    nodes = Nodes(tmp_path, {1: 20, 2: 20, 3: 20})
+    assert nodes.collect({2: {"problem": "no way"}}) == {2: "no way"}
+    assert sorted(nodes.collected()) == [1, 3]
+
+
+def test_group_that_rank_0_could_not_make(tmp_path):
     nodes = Nodes(tmp_path, {1: 20, 2: 20})
-    failed = nodes.collect(zero={"alone": True})
-    assert failed == dict.fromkeys((1, 2), "the connection was lost: Connection refused")
+    assert nodes.collect(zero={"problem": "no way"}) == {1: "no way", 2: "no way"}
     assert nodes.collected() == {}
+    assert nodes.alone == {1: "", 2: ""}
 
 
 def test_rank_that_offers_nothing(tmp_path):
