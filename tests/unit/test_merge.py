@@ -287,3 +287,11 @@ def test_old_description_is_read_as_one_folder(tmp_path):
     assert reader.read_run_info(tmp_path) == replace(info(), parts=(), keeper=0)
     assert parts.keeper_of(tmp_path, "run-1") == 0
     assert parts.keeper_of(tmp_path, "run-2") is None
+
+
+def test_of_two_runs_that_were_killed_the_one_that_got_further_counts(tmp_path):
+    given = (
+        make_part(tmp_path / "a", (0, 1), info(status="running", facts=())),
+        make_part(tmp_path / "b", (2, 3), info(status="running", keeper=2)),
+    )
+    assert parts.merge(given, tmp_path / "out").info == info(status="running")
