@@ -5,24 +5,28 @@ Every rank runs it. It wires workload, measurement, record and report together.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ddp_profiler import units
 from ddp_profiler._version import __version__
 from ddp_profiler.analysis.results import Summary
-from ddp_profiler.cli import parse_click, worker_options, write_out
+from ddp_profiler.cli import error_text, parse_click, worker_options, write_out
 from ddp_profiler.config import StudyConfig
-from ddp_profiler.errors import EXIT_DONE, CheckFailed, DdpProfilerError, InputError
+from ddp_profiler.errors import EXIT_DONE, CheckFailed, DdpProfilerError, InputError, UsageError
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure.topology import Topology, plan_levels, read_topology
+from ddp_profiler.record import parts as record_parts
 from ddp_profiler.record import paths, writer
 from ddp_profiler.schema import (
     SCHEMA_VERSION,
@@ -30,10 +34,14 @@ from ddp_profiler.schema import (
     Failure,
     LevelFacts,
     LevelSettings,
+    RecordPart,
     RunInfo,
 )
 
 NAME = "ddp_profiler.run"
+
+_LAST_WAIT_S = 15.0
+"""So long rank 0 waits for the others to close, once a collection has shown that some are gone."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +75,7 @@ def _complain(error: DdpProfilerError, speaks: bool) -> int:
     """
     if not speaks:
         time.sleep(2)
-    print(f"{NAME}: {error}", file=sys.stderr, flush=True)
+    print(f"{NAME}: {error_text(error)}", file=sys.stderr, flush=True)
     return error.exit_code
 
 
@@ -165,12 +173,12 @@ class _Worker:
                 "--debug shows the stack trace; what was measured before is kept.",
             )
             leave(_complain(failure, speaks=first))
-        if self.folder is not None:
+        if self.folder is not None and self.topology.rank == 0:
             return _conclude(self.folder, self.config.debug)
         return EXIT_DONE
 
     def _study(self, device: Any, workload: Any, phase: Any, failures: _Failures) -> None:
-        from ddp_profiler.measure import environment, study
+        from ddp_profiler.measure import collect, environment, study
         from ddp_profiler.measure.clock_sync import ClockSync, local_clock
         from ddp_profiler.measure.session import Session
         from ddp_profiler.report.progress import NoProgress, StudyProgress
@@ -180,11 +188,19 @@ class _Worker:
         phase.name = "meeting the other ranks"
         session = Session(self.topology, device, config.timeout_s)
         failures.store = session.store
-        if self.info is not None:
-            session.publish("run", [str(self.folder), self.info.run_id])
-        folder_name, run_id = session.learn("run", tuple[str, str])
-        folder = Path(folder_name)
-        folder.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            session.publish("run", (str(self.folder), self.info))
+        folder_name, described = session.learn("run", tuple[str, RunInfo])
+        folder, run_id = Path(folder_name), described.run_id
+        phase.name = "agreeing on the run folder"
+        parts = self._settle(session, folder, described)
+        senders = [r for part in parts if part.keeper != 0 for r in part.ranks]
+        phase.name = "meeting the other ranks"
+        carrier = (
+            collect.GroupCarrier(session, senders, own_group=device.backend != "gloo")
+            if senders
+            else None
+        )
         clock = local_clock(planted_clock(parse_plants(config.plants), rank))
         places = session.gather_places(clock.domain)
         node = places[rank].node
@@ -197,15 +213,19 @@ class _Worker:
             )
         phase.name = "checking what the backend can reduce"
         session.check_reducible({p.dtype for p in workload.module.parameters() if p.requires_grad})
-        if self.info is not None:
+        if rank == 0 and self.info is not None:
             nodes = sorted({place.node for place in places})
             self.info = replace(
                 self.info,
                 ranks=places,
                 environment={str(n): session.learn(f"environment/{n}") for n in nodes},
+                parts=parts,
             )
-            writer.write_run_info(folder, self.info)
+            session.publish("described", self.info)
             print(f"{NAME}: {self._plan_line(workload, device)}", file=sys.stderr)
+        elif self.info is not None:
+            self.info = replace(session.learn("described", RunInfo), keeper=rank)
+        self._keep()
         del workload
 
         phase.name = "making the group that compares clocks"
@@ -226,17 +246,89 @@ class _Worker:
             ).run()
         finally:
             stream.close()
+        phase.name = "collecting the parts of other nodes"
+        lost = self._collect(carrier, senders, folder) if carrier else {}
         phase.name = "closing"
-        session.close()
+        if lost is None:
+            # Not even the store can be reached: what this node measured is complete all the same.
+            pass
+        elif not lost:
+            session.close(heartbeat=collect.HEARTBEAT)
+        else:
+            # A node that is gone may be why, and what is here can be analysed.
+            with contextlib.suppress(DdpProfilerError, RuntimeError):
+                session.close(limit_s=_LAST_WAIT_S)
         if self.info is not None:
             self.info = replace(self.info, status="complete")
-            writer.write_run_info(folder, self.info)
+            self._keep()
+        if lost:
+            _tell_lost(parts, lost, folder)
+
+    def _settle(self, session: Any, folder: Path, described: RunInfo) -> tuple[RecordPart, ...]:
+        """Finds this rank's folder: the run's own, or one that this node claims for the run."""
+        from ddp_profiler.measure.folders import settle_folders
+
+        def claim() -> None:
+            paths.claim_folder(folder)
+            self.folder, self.info = folder, replace(described, keeper=session.rank)
+            self._keep()
+
+        try:
+            return settle_folders(
+                session,
+                self.topology.world_size,
+                socket.gethostname(),
+                folder,
+                lambda: record_parts.keeper_of(folder, described.run_id),
+                claim,
+            )
+        except UsageError:
+            # Nothing was measured: the folder is free for the next try.
+            if self.folder is not None:
+                paths.release_folder(self.folder)
+                self.folder = self.info = None
+            raise
+
+    def _collect(self, carrier: Any, senders: Sequence[int], folder: Path) -> dict[int, str] | None:
+        """Brings the files that rank 0 does not see to it.
+
+        Returns:
+            On rank 0 the ranks whose files did not come, each with the reason. On other ranks
+            nothing, or None if rank 0 cannot be reached any more.
+        """
+        from ddp_profiler.measure import collect
+
+        rank = self.topology.rank
+        if rank == 0:
+            return collect.collect(
+                carrier,
+                senders,
+                lambda sender, size, sha256: record_parts.PartWriter(folder, sender, size, sha256),
+                _CollectionProgress(),
+            )
+        if rank not in senders:
+            return {}
+        reason = collect.hand_over(carrier, paths.rank_file(folder, rank))
+        if not reason:
+            return {}
+        error = InputError(
+            f"rank {rank} could not hand over its part ({reason}). It is kept on "
+            f"{socket.gethostname()} in {folder.absolute()}.",
+            "Copy that folder to rank 0's node and join both with: ddp-profiler merge",
+        )
+        print(f"{NAME}: {error_text(error)}", file=sys.stderr, flush=True)
+        return None
+
+    def _keep(self) -> None:
+        """Writes run.json, where this rank keeps one."""
+        if self.folder is not None and self.info is not None:
+            writer.write_run_info(self.folder, self.info)
 
     def _keep_facts(self, facts: tuple[LevelFacts, ...], clocks: tuple[ClockReading, ...]) -> None:
         """Writes what is known so far: a run that dies later can be read."""
-        if self.folder is not None and self.info is not None:
+        if self.info is not None:
             self.info = replace(self.info, facts=facts, clocks=clocks)
-            writer.write_run_info(self.folder, self.info)
+            self._keep()
 
     def _plan_line(self, workload: Any, device: Any) -> str:
         size = sum(p.numel() for p in workload.module.parameters() if p.requires_grad)
@@ -256,6 +348,42 @@ class _Worker:
             except OSError as error:
                 print(f"{NAME}: run.json cannot be written: {error}", file=sys.stderr)
         return known[0].rank == self.topology.rank
+
+
+class _CollectionProgress:
+    """Says on stderr how far a collection is, if it takes long."""
+
+    def __init__(self) -> None:
+        self._next_s = time.monotonic() + 2
+
+    def __call__(self, done: int, total: int) -> None:
+        """Is told how many bytes have come, of how many."""
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._next_s = now + 10
+            print(
+                f"{NAME}: collecting the parts of other nodes: {units.nbytes(done)} of "
+                f"{units.nbytes(total)}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _tell_lost(parts: Sequence[RecordPart], lost: Mapping[int, str], folder: Path | None) -> None:
+    """Says which ranks' files were not collected, where they are, and what to do."""
+    if not lost:
+        return
+    kept = [
+        f"{units.ranks(there)} on {part.hostname} in {part.folder}"
+        for part in parts
+        if (there := [rank for rank in part.ranks if rank in lost])
+    ]
+    error = InputError(
+        f"not all parts were collected ({'; '.join(dict.fromkeys(lost.values()))}). They are "
+        f"kept: {'; '.join(kept)}.",
+        f"Copy what is missing to this node and join: ddp-profiler merge {folder} DIR... --out RUN",
+    )
+    print(f"{NAME}: {error_text(error)}", file=sys.stderr, flush=True)
 
 
 class _Failures:

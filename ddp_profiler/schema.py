@@ -327,6 +327,23 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class RecordPart:
+    """A folder with the files of some ranks, where not all ranks see one folder.
+
+    Attributes:
+        keeper: The rank that claimed the folder.
+        hostname: Name of its node.
+        folder: Absolute path of the folder on that node.
+        ranks: The ranks that wrote their files there, in order.
+    """
+
+    keeper: int
+    hostname: str
+    folder: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class RunInfo:
     """The content of ``run.json``.
 
@@ -344,6 +361,9 @@ class RunInfo:
         facts: What the workers found out, one entry for each finished level.
         failures: What went wrong.
         clocks: Comparisons of the hosts' clocks, in order of time; none on one clock.
+        keeper: The rank that claimed this folder: 0, but for a folder that a node without the
+            run's own folder keeps.
+        parts: The folders that ranks wrote to, that of rank 0 first; empty where it was one.
     """
 
     schema_version: int
@@ -359,3 +379,5 @@ class RunInfo:
     facts: tuple[LevelFacts, ...] = ()
     failures: tuple[Failure, ...] = ()
     clocks: tuple[ClockReading, ...] = ()
+    keeper: int = 0
+    parts: tuple[RecordPart, ...] = ()

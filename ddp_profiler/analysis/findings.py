@@ -26,6 +26,11 @@ _PLACES = {
     "gradient_reduction": "at the gradient reduction",
 }
 
+_TRANSFER_OR_WAIT = (
+    "gradients still travel when backward is done, or ranks wait for the last one (exposed "
+    "transfer, which holds waiting here)"
+)
+
 _LIMITS = {
     "compute": "forward and backward take most of the step",
     "input": "the loop waits for its next micro-batch",
@@ -172,7 +177,10 @@ def _about_limits(levels: Sequence[LevelResult]) -> Iterator[Finding]:
             "what lies between the parts": parts["other"],
         }
         first, second = sorted(groups, key=lambda name: -groups[name])[:2]
-        why = _LIMITS[first] or _EXPOSED[max(_EXPOSED, key=lambda name: parts[name])]
+        kind = max(_EXPOSED, key=lambda name: parts[name])
+        why = _LIMITS[first] or _EXPOSED[kind]
+        if not _LIMITS[first] and kind == "exposed_transfer" and _holds_waiting(level):
+            why = _TRANSFER_OR_WAIT
         yield Finding(
             id="limit",
             severity="info",
@@ -180,6 +188,11 @@ def _about_limits(levels: Sequence[LevelResult]) -> Iterator[Finding]:
             evidence=f"{units.ms(groups[first])} of {units.ms(step.mean)} ms; next is {second} "
             f"with {units.ms(groups[second])} ms",
         )
+
+
+def _holds_waiting(level: LevelResult) -> bool:
+    """Tells whether exposed_transfer holds waiting too, since wait was withheld."""
+    return level.dp > 1 and level.breakdown_ms["exposed_wait"] is None
 
 
 def _about_loss(levels: Sequence[LevelResult]) -> Iterator[Finding]:
@@ -213,7 +226,8 @@ def _about_loss(levels: Sequence[LevelResult]) -> Iterator[Finding]:
         id="dominant-loss",
         severity="info",
         message=f"At {level.id}{speedup} a step takes {units.ms(lost)} ms more than the bare "
-        f"model alone; the largest share is {_LOSSES[name]}.",
+        f"model alone; the largest share is {_LOSSES[name]}"
+        f"{', or waiting' if name == 'exposed_transfer' and _holds_waiting(level) else ''}.",
         evidence=f"{units.ms(terms[name])} ms, "
         f"{units.percent(terms[name] / (level.waterfall_ms['measured'] or 1.0), 0)} of the step; "
         f"residual {units.ms(residual)} ms",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ddp_profiler import units
 from ddp_profiler.analysis import allreduce, model, statistics
 from ddp_profiler.analysis.clocks import ClockOffset, CommonClock, offsets
 from ddp_profiler.analysis.findings import find
@@ -69,10 +70,9 @@ def summarize_run(
     missing = sorted(set(range(info.world_size)) - set(columns_by_rank))
     partial = info.status != "complete" or bool(missing) or bool(incomplete)
     notes = [f"Rank {f.rank} failed in {f.phase}: {f.message}" for f in info.failures]
-    if missing:
-        notes.append(f"The record of rank {_some(missing)} is missing.")
+    notes += _missing_notes(info, missing)
     if incomplete:
-        notes.append(f"The record of rank {_some(incomplete)} was cut: the run did not end.")
+        notes.append(f"The record of {units.ranks(incomplete)} was cut: the run did not end.")
     clocks = offsets(info)
     notes += _clock_notes(clocks)
     notes += _contention_notes(info)
@@ -104,9 +104,21 @@ def _statistics_unit(levels: Sequence[LevelResult]) -> str:
     return "steps of one launch (moving-block bootstrap); launches differ by more"
 
 
-def _some(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+def _missing_notes(info: RunInfo, missing: Sequence[int]) -> list[str]:
+    """Says which ranks' records are missing, and where nodes without a shared folder kept them."""
+    notes = []
+    left = set(missing)
+    for part in info.parts:
+        there = left & set(part.ranks)
+        if there:
+            notes.append(
+                f"The record of {units.ranks(there)} is missing here; it was written on "
+                f"{part.hostname} in {part.folder}. Join both with ddp-profiler merge."
+            )
+            left -= there
+    if left:
+        notes.append(f"The record of {units.ranks(left)} is missing.")
+    return notes
 
 
 def _clock_notes(clocks: Sequence[ClockOffset]) -> list[str]:
@@ -148,6 +160,7 @@ class _Measured:
     index: int
     level: LevelSettings
     facts: LevelFacts | None
+    ranks: tuple[int, ...]
     columns: tuple[Columns, ...]
     plain: tuple[Steps, ...]
     instrumented: tuple[Steps, ...]
@@ -201,6 +214,7 @@ def _measured(
         index=index,
         level=level,
         facts=facts,
+        ranks=tuple(ranks),
         columns=tuple(columns.values()),
         plain=steps_of(Variant.PLAIN),
         instrumented=instrumented,
@@ -284,9 +298,11 @@ def _reference(measured: _Measured, all_levels: Sequence[_Measured]) -> _Referen
     return None
 
 
-def _reference_note(level: LevelSettings, reference: _Reference | None) -> list[str]:
+def _reference_note(info: RunInfo, level: LevelSettings, reference: _Reference | None) -> list[str]:
     if level.dp == 1:
         return []
+    if reference is None and any(other.dp == 1 for other in info.levels):
+        return ["The dp = 1 level has no steps here: no efficiency and no waterfall."]
     if reference is None:
         return ["There is no dp = 1 level to compare with: no efficiency and no waterfall."]
     name = reference.measured.level.id
@@ -310,12 +326,13 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             f"exposed_wait and stragglers are withheld: {measured.withheld}; exposed_transfer "
             "holds waiting and transfer together."
         )
+    notes += _subset_note(measured)
     step_ms = _summarize(measured.plain)
     observed, micro_steps = _observed(measured.instrumented, level)
     samples_per_s = _throughput(step_ms, observed or level.global_batch)
     tokens = info.settings.get("tokens_per_sample")
     costs, reference = measured.costs, _reference(measured, all_levels)
-    notes += _reference_note(level, reference)
+    notes += _reference_note(info, level, reference) if measured.ranks else []
     base = reference.measured if reference and reference.same_micro_batch else None
     single = base.costs if base else None
     bare = model.bare_costs(base.bare, base.level.accumulation) if base else None
@@ -349,7 +366,10 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         mfu=_mfu(samples_per_s, level.dp, facts),
         breakdown_ms=_mean_breakdown(measured.breakdowns),
         comm=_communication(measured.instrumented, level, facts),
-        allreduce=allreduce.isolated(measured.columns, measured.index, level.dp),
+        # Its time is that of the last rank to enter it, which may be the one that is missing.
+        allreduce=allreduce.isolated(measured.columns, measured.index, level.dp)
+        if len(measured.columns) == level.dp
+        else None,
         batch_check=_batch_check(level, observed, micro_steps, facts, _declared(info, level)),
         overhead=_overhead(measured.plain, measured.instrumented),
         gradient_ready=_gradient_ready(measured),
@@ -389,6 +409,19 @@ def _stragglers(measured: _Measured) -> tuple[Straggler, ...]:
     found = find_stragglers(measured.instrumented, measured.clock_uncertainty_ms or 0.0)
     uses = measured.facts.machine if measured.facts else ()
     return tuple(replace(late, evidence=explain(late.rank, uses)) for late in found)
+
+
+def _subset_note(measured: _Measured) -> list[str]:
+    """Says of which ranks the figures are, where records are missing."""
+    level, there = measured.level, measured.ranks
+    if len(there) == level.dp:
+        return []
+    if not there:
+        return [f"No step of this level is recorded here: it ran on {units.ranks(level.ranks)}."]
+    return [
+        f"Figures are means over {units.ranks(there)} of this level's {level.dp}; AllReduce in "
+        "isolation is left out, since it needs all ranks."
+    ]
 
 
 def _declared(info: RunInfo, level: LevelSettings) -> int | None:

@@ -12,12 +12,16 @@ from typing import Any, NoReturn
 
 import click
 
+from ddp_profiler import units
 from ddp_profiler._version import __version__
 from ddp_profiler.errors import EXIT_BAD_INPUT, EXIT_DONE, DdpProfilerError, InputError, UsageError
 
 NAME = "ddp-profiler"
 
-_COMMANDS = {"analyze": "Show where the step time of a run went."}
+_COMMANDS = {
+    "analyze": "Show where the step time of a run went.",
+    "merge": "Join the folders that nodes without a shared file system kept.",
+}
 
 
 class _LazyGroup(click.Group):
@@ -64,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except DdpProfilerError as error:
         if "--debug" in given:
             raise
-        print(f"{NAME}: {error}", file=sys.stderr)
+        print(f"{NAME}: {error_text(error)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
         # Such as help that stdout cannot take.
@@ -74,6 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print(f"{NAME}: {error}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     sys.exit(code if isinstance(code, int) else EXIT_DONE)
+
+
+def error_text(error: DdpProfilerError) -> str:
+    """Returns an error's lines; what names of files and runs hold is made safe for a terminal."""
+    lines = (error.message, error.remedy) if error.remedy else (error.message,)
+    return "\n".join(units.printable(line) for line in lines)
 
 
 def write_out(text: str) -> None:

@@ -110,18 +110,25 @@ class Session:
         """Makes a value known to all ranks."""
         self.store.set(key, msgspec.json.encode(value))
 
-    def learn(self, key: str, kind: Any = Any, heartbeat: str | None = None) -> Any:
+    def learn(
+        self,
+        key: str,
+        kind: Any = Any,
+        heartbeat: str | None = None,
+        limit_s: float | None = None,
+    ) -> Any:
         """Waits for a value that a rank makes known and returns it as ``kind``.
 
         Waiting costs no processor time worth naming. It ends after the timeout, or, with a
-        ``heartbeat`` counter, once that has not moved for the timeout. It asks now and then,
+        ``heartbeat`` counter, once that has not moved for the timeout; ``limit_s`` stands in
+        for the timeout where it is given. It asks now and then,
         since the store's own waiting cannot be interrupted and warns when it ends.
 
         Raises:
             DdpProfilerError: Nobody made the value known in time.
         """
         beats, moved = 0, time.monotonic()
-        limit = self.timeout.total_seconds()
+        limit = self.timeout.total_seconds() if limit_s is None else limit_s
         pause = _SHORTEST_PAUSE_S
         while not self.store.check([key]):
             now = self.store.add(heartbeat, 0) if heartbeat else beats
@@ -200,16 +207,33 @@ class Session:
                     "Use a model with float32 parameters, or another --backend.",
                 )
 
-    def close(self, before: Callable[[], None] = lambda: None) -> None:
-        """Waits until every rank is here and leaves the process group."""
+    def close(
+        self,
+        before: Callable[[], None] = lambda: None,
+        heartbeat: str | None = None,
+        limit_s: float | None = None,
+    ) -> None:
+        """Waits until every rank is here and leaves the process group.
+
+        Args:
+            before: Called first.
+            heartbeat: Counter that moves while rank 0 is still busy.
+            limit_s: How long rank 0 waits for another rank; the timeout where None.
+
+        Raises:
+            DdpProfilerError: A rank did not come in time.
+        """
         before()
         self.publish(f"closed/{self.rank}", True)
         if self.rank == 0:
-            for rank in range(self.topology.world_size):
-                self.learn(f"closed/{rank}")
-            self.publish("all closed", True)
+            try:
+                for rank in range(self.topology.world_size):
+                    self.learn(f"closed/{rank}", limit_s=limit_s)
+            finally:
+                # Those that came need not wait for those that do not.
+                self.publish("all closed", True)
         else:
-            self.learn("all closed")
+            self.learn("all closed", heartbeat=heartbeat)
         dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from datetime import datetime
 from pathlib import Path
@@ -35,6 +36,11 @@ def plots_folder(folder: Path) -> Path:
 def rank_file(folder: Path, rank: int) -> Path:
     """Returns the path of one rank's spans."""
     return folder / f"rank-{rank:05d}.arrows"
+
+
+def partial_file(target: Path) -> Path:
+    """Returns the name of a file that comes from elsewhere until it is whole."""
+    return target.with_name(f".{target.name}.partial")
 
 
 def rank_files(folder: Path) -> dict[int, Path]:
@@ -82,6 +88,13 @@ def claim_folder(folder: Path) -> None:
             f"The output folder {folder} cannot be used: {error.strerror or error}.",
             "Choose a folder that can be written, with --out.",
         ) from None
+
+
+def release_folder(folder: Path) -> None:
+    """Gives back a claimed folder in which nothing was measured; other files in it stay."""
+    run_file(folder).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def require_run(folder: Path) -> None:

@@ -100,7 +100,13 @@ def for_encoding(text: str, encoding: str | None) -> str:
 
 def _heading(summary: Summary) -> list[str]:
     run = summary.run
-    state = "" if not run.partial else "  PARTIAL: the run did not end as it should"
+    state = ""
+    if run.partial:
+        state = "  PARTIAL: " + (
+            "a part of the record is missing"
+            if run.status == "complete"
+            else "the run did not end as it should"
+        )
     settings = run.settings
     device = next(iter(run.environment.values()), {})
     first = (

@@ -54,6 +54,15 @@ def test_help_keeps_its_examples(arguments):
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_help_of_merge_has_a_whole_example():
+    done = call("merge", "--help")
+    text = done.stdout.decode()
+    assert done.returncode == 0
+    assert "ddp-profiler merge runs/NAME node1-part --out runs/NAME-joined" in text
+    assert "merge" in call("--help").stdout.decode()
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_no_arguments_show_the_help():
     done = call()
     assert done.returncode == 0

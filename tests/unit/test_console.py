@@ -185,7 +185,9 @@ def test_notes_and_findings():
 
 def test_partial_run_is_marked():
     text = console.render(make_summary(make_level(), run={"partial": True}))
-    assert "PARTIAL" in text
+    assert "PARTIAL: a part of the record is missing" in " ".join(text.split())
+    text = console.render(make_summary(make_level(), run={"partial": True, "status": "failed"}))
+    assert "PARTIAL: the run did not end as it should" in " ".join(text.split())
     assert "PARTIAL" not in console.render(make_summary(make_level()))
 
 

@@ -114,7 +114,9 @@ def test_type_checking_only_names_what_is_loaded_late():
     assert not users
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["analyze", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["analyze", "--help"], ["merge", "--help"]]
+)
 def test_help_imports_nothing_heavy(arguments):
     code = f"""
 import sys

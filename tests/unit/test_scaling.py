@@ -2,6 +2,7 @@
 
 import pytest
 
+from ddp_profiler.analysis.findings import _LOSSES as LOSSES
 from ddp_profiler.analysis.findings import find
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.scaling import scale, sharpest_drop
@@ -100,6 +101,15 @@ def test_the_largest_group_of_parts_limits_a_level(parts, words):
     limits = [f.message for f in find([make_level(breakdown_ms=breakdown)]) if f.id == "limit"]
     assert len(limits) == 1
     assert words in limits[0]
+
+
+def test_transfer_that_holds_waiting_is_not_called_transfer_alone():
+    parts = {**dict.fromkeys(PARTS, 0.1), "exposed_wait": None, "exposed_transfer": 60}
+    falls = {**dict.fromkeys(LOSSES, 0.0), "bare": 30.0, "measured": 90.0, "residual": 0.0}
+    falls |= {"exposed_transfer": 60.0, "exposed_wait": None}
+    found = {f.id: f.message for f in find([make_level(breakdown_ms=parts, waterfall_ms=falls)])}
+    assert "or ranks wait for the last one" in found["limit"]
+    assert "the largest share is exposed transfer, or waiting." in found["dominant-loss"]
 
 
 def test_no_drop_no_finding():

@@ -13,7 +13,9 @@ from ddp_profiler.schema import (
     LevelFacts,
     LevelSettings,
     RankPlace,
+    RecordPart,
     RunInfo,
+    SpanKind,
     Variant,
 )
 from tests.unit.span_columns import Spans
@@ -250,10 +252,57 @@ def test_rank_without_record_makes_it_partial(columns):
     assert level.samples_per_s == pytest.approx(16 / 0.090)
 
 
+def test_missing_rank_is_said_with_the_place_where_its_node_kept_it(columns):
+    info = run_info(
+        world_size=4,
+        parts=(
+            RecordPart(0, "node0", "/a/run", (0,)),
+            RecordPart(1, "node1", "/b/run", (1, 2)),
+        ),
+    )
+    assert summarize_run(info, {1: columns[1]}).notes == (
+        "The record of rank 0 is missing here; it was written on node0 in /a/run. "
+        "Join both with ddp-profiler merge.",
+        "The record of rank 2 is missing here; it was written on node1 in /b/run. "
+        "Join both with ddp-profiler merge.",
+        "The record of rank 3 is missing.",
+    )
+
+
+def test_figures_of_some_ranks_are_said_to_be_that(columns):
+    whole = level_of(columns)
+    assert not any("means over" in note for note in whole.notes)
+    level = level_of({1: columns[1]})
+    assert "means over rank 1 of this level's 2" in " ".join(level.notes)
+    assert "withheld: the record of a rank is missing" in " ".join(level.notes)
+    assert level.pop is None
+
+
+def test_allreduce_needs_all_ranks(columns):
+    """Rank 0 comes 30 late: rank 1 alone would call its waiting a slow network."""
+    place = {"variant": int(Variant.ALLREDUCE), "block": 9, "bytes": 1000, "micro_step": -1}
+    for rank, length in enumerate((10, 40)):
+        spans = Spans(**place).add(SpanKind.ALLREDUCE, 90_000, 90_000 + length, index=0).columns()
+        columns[rank] = {k: np.concatenate([columns[rank][k], spans[k]]) for k in spans}
+    assert level_of(columns).allreduce.sizes[0].time_ms == pytest.approx(10)
+    assert level_of({1: columns[1]}).allreduce is None
+
+
+def test_level_whose_ranks_all_have_their_record_elsewhere(columns):
+    levels = (LevelSettings("dp1", 1, 8, 1, "packed", (0,)), *run_info().levels)
+    moved = {**columns[1], "level": columns[1]["level"] + 1}
+    summary = summarize_run(run_info(levels=levels), {1: moved})
+    first, second = summary.levels
+    assert first.step_ms is None
+    assert first.notes == ("No step of this level is recorded here: it ran on rank 0.",)
+    assert second.step_ms is not None
+    assert any("The dp = 1 level has no steps here" in note for note in second.notes)
+
+
 def test_many_missing_ranks_are_not_all_named():
     info = run_info(world_size=100)
     (note,) = summarize_run(info, {0: rank_columns(65)}).notes
-    assert note == "The record of rank 1, 2, 3, 4, 5, 6, 7, 8 and 91 more is missing."
+    assert note == "The record of ranks 1-99 is missing."
 
 
 def test_failures_are_told(columns):
@@ -272,6 +321,7 @@ def test_level_that_was_not_reached(columns):
     assert (empty.steps, empty.step_ms, empty.instrumented_step_ms) == (0, None, None)
     assert set(empty.breakdown_ms.values()) == {None}
     assert (empty.samples_per_s, empty.overhead, empty.ranks) == (None, None, ())
+    assert not any("withheld" in note for note in empty.notes)
 
 
 def test_parts_sum_also_where_a_rank_was_cut(columns):
