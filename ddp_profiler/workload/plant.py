@@ -19,8 +19,8 @@ LOSS_FACTORS = ("dp", "accumulation", "dp*accumulation")
 """Settings by which the loss can be multiplied; a number will do as well."""
 
 _FORM = (
-    "Give it as part=PART,ms=MS[,rank=R][,every=N][,level_dp=N], or as loss=FACTOR with "
-    f"{', '.join(LOSS_FACTORS)} or a number."
+    "Give it as part=PART,ms=MS[,rank=R][,every=N][,level_dp=N], as sync=always, or as "
+    f"loss=FACTOR with {', '.join(LOSS_FACTORS)} or a number."
 )
 _KEYS = ("part", "ms", "rank", "every", "level_dp")
 
@@ -70,8 +70,15 @@ class PlantedLoss:
         return self.factor
 
 
-def parse_plants(specs: Sequence[str]) -> tuple[Plant | PlantedLoss, ...]:
+@dataclass(frozen=True)
+class PlantedSync:
+    """Gradients that are reduced in every micro-step, as if ``no_sync`` had been forgotten."""
+
+
+def parse_plants(specs: Sequence[str]) -> tuple[Plant | PlantedLoss | PlantedSync, ...]:
     """Reads faults: ``part=backward,ms=30[,rank=1][,every=10][,level_dp=2]`` or ``loss=dp``.
+
+    ``sync=always`` is another.
 
     >>> parse_plants(["part=data,ms=20,rank=1", "loss=dp*accumulation"])[1].value(4, 2)
     8.0
@@ -91,11 +98,14 @@ class Planter:
         sleep: Waits for a time in s.
         dp: Level that is run. A delay with a ``level_dp`` applies at that level only,
             and nowhere where this is None.
+
+    Attributes:
+        always_syncs: Whether gradients are reduced in every micro-step.
     """
 
     def __init__(
         self,
-        plants: Sequence[Plant | PlantedLoss],
+        plants: Sequence[Plant | PlantedLoss | PlantedSync],
         rank: int,
         sleep: Callable[[float], None] = precise_sleep,
         *,
@@ -109,6 +119,7 @@ class Planter:
             part: tuple(p for p in mine if p.part == part) for part in PARTS
         }
         self._losses = tuple(p for p in plants if isinstance(p, PlantedLoss))
+        self.always_syncs = any(isinstance(p, PlantedSync) for p in plants)
 
     def ms(self, part: str, step: int) -> float:
         """Returns the delay in ms that is planted in a part of an optimizer step."""
@@ -127,9 +138,17 @@ class Planter:
         return math.prod((p.value(level_dp, accumulation) for p in self._losses), start=1.0)
 
 
-def _parse(spec: str) -> Plant | PlantedLoss:
+def _parse(spec: str) -> Plant | PlantedLoss | PlantedSync:
     key, _, value = (text.strip() for text in spec.partition("="))
+    if key == "sync":
+        return _parse_sync(spec, value)
     return _parse_loss(spec, value) if key == "loss" else _parse_delay(spec)
+
+
+def _parse_sync(spec: str, text: str) -> PlantedSync:
+    if text != "always":
+        raise _wrong(spec, f"sync={text} is not always")
+    return PlantedSync()
 
 
 def _parse_loss(spec: str, text: str) -> PlantedLoss:
