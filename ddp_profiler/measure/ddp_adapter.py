@@ -151,17 +151,22 @@ class DdpAdapter:
     @property
     def sources(self) -> dict[str, str | None]:
         """Which mechanism gives each figure; None where none can."""
-        hooked = self._ddp in _user_hooks
         return {
-            "gradient_collectives": USER_HOOK if hooked else self.mechanism,
+            "gradient_collectives": self._gradient_source,
             "buffer_broadcasts": SYNC_BUFFERS,
             "forward_comm": collectives.SOURCE,
             "backward_comm": collectives.SOURCE if self._knows_hooks else None,
         }
 
     @property
+    def _gradient_source(self) -> str | None:
+        if not self._knows_hooks:
+            return None
+        return USER_HOOK if self._ddp in _user_hooks else self.mechanism
+
+    @property
     def _knows_hooks(self) -> bool:
-        """Whether a hook's collectives can be told from those of modules.
+        """Whether the collectives of a hook, if there is one, are seen and told from a module's.
 
         A hook that was registered while the adapter was not installed is not wrapped.
         """
