@@ -8,8 +8,8 @@ from ddp_profiler.errors import UsageError
 from ddp_profiler.workload.plant import PARTS, Plant, PlantedLoss, Planter, parse_plants
 
 FORM = (
-    "Give it as part=PART,ms=MS[,rank=R][,every=N][,level_dp=N], or as loss=FACTOR with "
-    "dp, accumulation, dp*accumulation or a number."
+    "Give it as part=PART,ms=MS[,rank=R][,every=N][,level_dp=N], as sync=always, or as "
+    "loss=FACTOR with dp, accumulation, dp*accumulation or a number."
 )
 
 
@@ -48,6 +48,8 @@ def test_parse():
         ("loss=nan", "loss=nan is none of dp, accumulation, dp*accumulation, nor {}"),
         ("loss=2,rank=1", "loss=2,rank=1 is none of dp, accumulation, dp*accumulation, nor {}"),
         ("part=data,ms=3,loss=2", "there is no option loss"),
+        ("sync=never", "sync=never is not always"),
+        ("sync=always,rank=1", "sync=always,rank=1 is not always"),
     ],
 )
 def test_refused(spec, what):
@@ -55,6 +57,11 @@ def test_refused(spec, what):
         parse_plants([spec])
     what = what.replace("{}", "a number other than 0")
     assert str(caught.value) == f"Planted fault {spec!r}: {what}.\n{FORM}"
+
+
+def test_reducing_in_every_micro_step():
+    assert Planter(parse_plants(["sync=always"]), rank=0).always_syncs
+    assert not Planter(parse_plants(["loss=dp"]), rank=0).always_syncs
 
 
 def test_applies_to_its_part_rank_and_steps():
