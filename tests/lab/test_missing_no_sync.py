@@ -47,8 +47,9 @@ def test_the_gain_that_is_promised_is_what_no_sync_brings(summaries):
     assert findings(once) == []
     (finding,) = findings(always)
     buckets = level(always)["comm"]["num_buckets"]
-    assert f"{ACCUMULATION * buckets} gradient collectives a step for {buckets} buckets: 4 x" in (
-        finding["message"]
+    assert (
+        f"{ACCUMULATION * buckets} gradient collectives a step for {buckets} buckets: 4 x"
+        in (finding["message"])
     )
     gained = level(always)["step_ms"]["mean"] - level(once)["step_ms"]["mean"]
     assert finding["expected_gain_ms"] == pytest.approx(gained, rel=0.2)

@@ -58,9 +58,7 @@ def summary(syncs):
 
 
 def step_ms(syncs):
-    return (
-        ACCUMULATION * MICRO_STEP_MS + OPTIMIZER_MS + syncs * (SLOWER_MS + TRANSFER_MS + COPY_MS)
-    )
+    return ACCUMULATION * MICRO_STEP_MS + OPTIMIZER_MS + syncs * (SLOWER_MS + TRANSFER_MS + COPY_MS)
 
 
 @pytest.mark.parametrize("syncs", [1, 2, ACCUMULATION])
