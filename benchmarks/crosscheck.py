@@ -40,34 +40,36 @@ _NULL = np.iinfo(np.int64).min
 
 _HELP = f"""Check the profiler's figures against torch.profiler and DDP's own logger.
 
-It starts its own torchrun with {RANKS} ranks (gloo, CPU) on a free port, and trains three
-models with the profiler, torch.profiler and DDP's logger at work in the same
-steps. All three slow the step down; it is the same step for all of them.
+It starts its own torchrun with {RANKS} ranks (gloo, CPU) on a free port, and trains
+three models with the profiler, torch.profiler and DDP's logger at work in the
+same steps. All three slow the step down; it is the same step for all of them.
 """
 
 _EPILOG = f"""How to read the table:
   ours, theirs  mean over ranks and steps, in ms
   diff          ours less theirs, in per cent of theirs
   step diff     the same of single steps: the median of their sizes
-  in flight     the union of the times in which gradient collectives are in flight.
-                Theirs: the union of torch.profiler's gloo:all_reduce events. Its
-                clock is real time, ours the monotonic one: only lengths are
-                compared. Goal: within {GOAL_PERCENT:g} %. Ours ends later, by the callback that
-                tells of a completion: 0.05 to 0.2 ms, and several ms where it has to
-                wait for a core or the interpreter. It is cut off where backward
-                returns.
+  in flight     the union of the times in which gradient collectives are in
+                flight. Theirs: the union of torch.profiler's gloo:all_reduce
+                events. Its clock is real time, ours the monotonic one: only
+                lengths are compared. Goal: within {GOAL_PERCENT:g} %. Ours ends later, by the
+                callback that tells of a completion: 0.05 to 0.2 ms, and several
+                ms where it has to wait for a core or the interpreter. It is cut
+                off where backward returns.
   forward       Theirs: DDP's forward alone. Ours has the model's inputs and the
                 loss as well, so it is longer.
   backward      Theirs: from the end of DDP's forward, so with the loss, until
-                autograd has no work left. Ours begins when backward is called: it
-                is shorter.
-  both          Ours: from forward's begin to the end of local backward. Theirs: the
-                sum of the two. The loss is in both, the inputs in ours only.
+                autograd has no work left. Ours begins when backward is called:
+                it is shorter.
+  both          Ours: from forward's begin to the end of local backward. Theirs:
+                the sum of the two. The loss is in both, the inputs in ours
+                only.
   first to end  from the first bucket's hand-over until the gradients are ready,
-                gaps between collectives and the copy from buckets included. Ours
-                ends when backward has returned.
-  overlap       from the first bucket's hand-over to the end of local backward, gaps
-                included. Not the product's overlapped_ms, which leaves them out.
+                gaps between collectives and the copy from buckets included.
+                Ours ends when backward has returned.
+  overlap       from the first bucket's hand-over to the end of local backward,
+                gaps included. Not the product's overlapped_ms, which leaves
+                them out.
 DDP's logger gives a step's times at the next forward; the last step has none.
 
 Examples:
@@ -77,7 +79,7 @@ Examples:
   python benchmarks/crosscheck.py --quick              does it run? No figures
 
 Leave the machine alone meanwhile: completions are told late on busy cores.
-Exit codes: 0 done, whatever the differences; 1 the launch failed; 2 wrong usage.
+Exit codes: 0 done, whatever they differ by; 1 the launch failed; 2 wrong usage.
 """
 
 

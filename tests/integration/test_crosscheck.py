@@ -109,7 +109,7 @@ def test_help_needs_no_torch():
     done = run_command(["-X", "importtime", SCRIPT, "--help"])
     assert done.code == 0
     assert "How to read the table" in done.out
-    assert max(map(len, done.out.splitlines())) <= 82
+    assert max(map(len, done.out.splitlines())) <= 80
     assert "| torch" not in done.err
 
 
