@@ -14,7 +14,7 @@ _SEVERITIES = ("error", "warning", "info")
 _FACTOR_TOLERANCE = 1e-3
 
 _EXPOSED = {
-    "forward_comm": "buffers are broadcast before forward",
+    "forward_comm": "buffers are broadcast before forward, or modules reduce in it",
     "backward_comm": "modules reduce inside backward",
     "exposed_transfer": "gradients still travel when backward is done (exposed transfer)",
     "exposed_wait": "ranks wait for the last one to finish its backward (waiting)",
@@ -120,13 +120,20 @@ def _about_reductions(level: LevelResult) -> Iterator[Finding]:
         return
     if count > buckets * 1.01:
         wasted = comm.gradient_bytes * (1 - buckets / count)
+        plural = "" if buckets == 1 else "s"
+        gain = level.costs_ms.needless_ms if level.costs_ms and level.costs_ms.syncs > 1 else None
+        share = gain / level.step_ms.mean if gain is not None and level.step_ms else None
+        cost = f" and {units.ms(gain)} ms" if gain is not None else ""
         yield Finding(
             id="needless-reductions",
             severity="warning",
-            message=f"{level.id}: gradients are reduced in more than one micro-step of a step; "
-            "wrap all micro-steps but the last in no_sync().",
-            evidence=f"{count:g} gradient collectives a step for {buckets} buckets; "
-            f"{units.nbytes(wasted)} a step more than needed",
+            message=f"{level.id}: {count:.4g} gradient collectives a step for {buckets} "
+            f"bucket{plural}: {count / buckets:.3g} x. Gradients are reduced in more than one "
+            "micro-step; wrap all but the last in no_sync().",
+            evidence=f"{units.nbytes(wasted)}{cost} a step more than needed"
+            + (f", {units.percent(share, 0)} of it" if share is not None else ""),
+            expected_gain_ms=gain,
+            expected_gain_pct=None if share is None else 100 * share,
         )
 
 

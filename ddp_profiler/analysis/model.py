@@ -8,7 +8,8 @@ cannot contradict each other. A step at accumulation K takes
     + exposed_wait + exposed_transfer + exposed_copy + optimizer  per step
 
 where forward and backward are those of a no_sync micro-step and contention is what the
-backward of a synchronising micro-step takes beyond that (bucket filling included).
+backward of a synchronising micro-step takes beyond that (bucket filling included). A step
+has one synchronising micro-step, or, where no_sync is missing, K.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ class StepCosts:
         forward: Forward without communication, per no_sync micro-step.
         backward: Backward, per no_sync micro-step.
         other: What no part covers, per micro-step.
-        sync_backward: Backward of a synchronising micro-step less that of a no_sync one.
+        sync_backward: Backward of a synchronising micro-step less that of a no_sync one; per
+            step, so times ``syncs``.
         forward_comm: Per step.
         backward_comm: Per step.
         exposed_wait: Per step; None where clocks cannot be compared.
         exposed_transfer: Per step.
         exposed_copy: Per step.
         optimizer: Per step.
+        accumulation: Micro-steps in a step.
+        syncs: Synchronising micro-steps in a step; more than 1 where no_sync is missing.
     """
 
     data: float
@@ -52,20 +56,54 @@ class StepCosts:
     exposed_transfer: float
     exposed_copy: float
     optimizer: float
+    accumulation: int = 1
+    syncs: float = 1.0
 
     def step_ms(self, accumulation: int) -> float:
         """Returns the step time in ms at an accumulation."""
         per_micro_step = self.data + self.forward + self.backward + self.other
+        there = self.at(accumulation)
         return (
             accumulation * per_micro_step
-            + self.sync_backward
-            + self.forward_comm
-            + self.backward_comm
-            + (self.exposed_wait or 0.0)
-            + self.exposed_transfer
-            + self.exposed_copy
-            + self.optimizer
+            + there.sync_backward
+            + there.forward_comm
+            + there.backward_comm
+            + (there.exposed_wait or 0.0)
+            + there.exposed_transfer
+            + there.exposed_copy
+            + there.optimizer
         )
+
+    def at(self, accumulation: int) -> StepCosts:
+        """Returns the costs at another accumulation.
+
+        Where no_sync is missing a step reduces as often as it has micro-steps, and costs per
+        reduction grow with that.
+        """
+        if self.syncs <= 1 or accumulation == self.accumulation:
+            return self
+        more = accumulation / self.accumulation
+        return replace(
+            self,
+            sync_backward=more * self.sync_backward,
+            exposed_wait=None if self.exposed_wait is None else more * self.exposed_wait,
+            exposed_transfer=more * self.exposed_transfer,
+            exposed_copy=more * self.exposed_copy,
+            accumulation=accumulation,
+            syncs=more * self.syncs,
+        )
+
+    @property
+    def needless_ms(self) -> float:
+        """What a step would save in ms by reducing in its last micro-step only.
+
+        All but one of ``syncs`` transfers, copies and slower backwards. Not the waiting: a
+        rank that is late in every micro-step would be so by the sum at the one meeting.
+        """
+        if self.syncs <= 1:
+            return 0.0
+        each = (self.sync_backward + self.exposed_transfer + self.exposed_copy) / self.syncs
+        return (self.syncs - 1) * each
 
     def useful_ms(self, accumulation: int) -> float:
         """Returns the step time in ms less all communication and less data."""
@@ -103,7 +141,11 @@ def costs(
         return _mean([float(s.parts_ms[part].mean()) for s in no_sync]) / accumulation
 
     calls = [s.backwards for s in instrumented]
-    local = [(c.local_end - c.begin).mean() / 1e6 for c in calls if len(c.begin)]
+    # Module collectives inside backward are a term of their own.
+    local = [
+        float((c.local_end - c.begin - c.module_comm).mean()) / 1e6 for c in calls if len(c.begin)
+    ]
+    syncs = _mean([len(s.backwards.begin) / len(s) for s in instrumented])
     backward = per_micro_step("backward")
     wait = per_step("exposed_wait")
     return StepCosts(
@@ -111,16 +153,15 @@ def costs(
         forward=per_micro_step("forward"),
         backward=backward,
         other=per_step("other") / accumulation,
-        # Module collectives inside backward are a term of their own.
-        sync_backward=_mean([float(v) for v in local]) - per_step("backward_comm") - backward
-        if local
-        else 0.0,
+        sync_backward=syncs * (_mean(local) - backward) if local else 0.0,
         forward_comm=per_step("forward_comm"),
         backward_comm=per_step("backward_comm"),
         exposed_wait=None if np.isnan(wait) else wait,
         exposed_transfer=per_step("exposed_transfer"),
         exposed_copy=per_step("exposed_copy"),
         optimizer=per_step("optimizer"),
+        accumulation=accumulation,
+        syncs=syncs,
     )
 
 
@@ -144,6 +185,7 @@ def bare_costs(bare: Sequence[Steps], accumulation: int) -> StepCosts | None:
         exposed_transfer=0.0,
         exposed_copy=0.0,
         optimizer=mean("optimizer"),
+        accumulation=accumulation,
     )
 
 
@@ -166,6 +208,7 @@ def waterfall(
         accumulation: The level's micro-steps in a step.
         measured_ms: The level's mean plain step.
     """
+    single = single.at(accumulation)
     compute = level.forward + level.backward - single.forward - single.backward
     # Without peers there is nothing to slow down or to wait for: the wrapper holds it all.
     at_one = single.step_ms(accumulation)

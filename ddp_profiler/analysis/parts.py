@@ -48,6 +48,7 @@ class Backwards:
         last_collective: The call's last gradient collective had completed, clamped to
             [local_end, end]; equals local_end where there was none.
         end: Backward returned.
+        module_comm: Length of the module collectives in [begin, local_end], overlaps once.
     """
 
     step_index: Ints
@@ -56,6 +57,7 @@ class Backwards:
     local_end: Ints
     last_collective: Ints
     end: Ints
+    module_comm: Ints
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ class Steps:
                 local_end=calls.local_end[inside],
                 last_collective=calls.last_collective[inside],
                 end=calls.end[inside],
+                module_comm=calls.module_comm[inside],
             ),
             meetings=Meetings(
                 step_index=row[meetings.step_index[met]],
@@ -193,11 +196,14 @@ def derive_steps(rank: int, columns: Columns, level: int, variant: Variant) -> S
         return np.bincount(row[(kind == of) & (row >= 0)], minlength=len(key)).astype(np.int64)
 
     wall = (steps["end_ns"] - steps["begin_ns"]) / _NS_PER_MS
-    backwards, gradients = _backwards(spans, row)
+    backwards, gradients, in_backward = _backwards(spans, row)
     window = np.bincount(
         backwards.step_index, weights=backwards.end - backwards.local_end, minlength=len(key)
     )
-    forward_comm, backward_comm = total(SpanKind.FORWARD_COMM), total(SpanKind.BACKWARD_COMM)
+    forward_comm, backward_comm = (
+        _per_step(comm.length, comm.row, len(key)) / _NS_PER_MS
+        for comm in (_module_comm(spans, row, SpanKind.FORWARD_COMM), in_backward)
+    )
     parts = {
         "data": total(SpanKind.DATA),
         "forward": total(SpanKind.FORWARD) - forward_comm,
@@ -302,12 +308,22 @@ class _Gradients:
     unnoticed: int
 
 
-def _backwards(spans: Columns, row: Ints) -> tuple[Backwards, _Gradients]:
+@dataclass(frozen=True)
+class _ModuleComm:
+    """Collectives of modules, shape [collective]: the step's row and the own share of the time."""
+
+    row: Ints
+    call: Ints
+    length: Ints
+
+
+def _backwards(spans: Columns, row: Ints) -> tuple[Backwards, _Gradients, _ModuleComm]:
     """Finds the synchronising backward calls and assigns gradient collectives to them.
 
     A call is synchronising if gradient collectives were handed over in it. A collective
     belongs to the micro-step in which it was handed over; completions are noticed late,
-    so ends are clamped to the end of the call.
+    so ends are clamped to the end of the call. Also returns the collectives that modules
+    issued in any backward.
     """
     kind = spans["kind"]
     call_key = _call_key(_step_key(spans["repetition"], spans["step"]), spans["micro_step"])
@@ -347,6 +363,10 @@ def _backwards(spans: Columns, row: Ints) -> tuple[Backwards, _Gradients]:
         nbytes=spans["bytes"][is_gradient][inside][by_begin],
         unnoticed=int(unnoticed.sum()),
     )
+    comm = _module_comm(
+        spans, row, SpanKind.BACKWARD_COMM, position.find(call_key), np.append(local_end, 0)
+    )
+    synced = comm.call >= 0
     calls = Backwards(
         step_index=row[is_call][order],
         key=key,
@@ -354,8 +374,32 @@ def _backwards(spans: Columns, row: Ints) -> tuple[Backwards, _Gradients]:
         local_end=local_end,
         last_collective=last,
         end=end,
+        module_comm=_per_step(comm.length[synced], comm.call[synced], len(key)).astype(np.int64),
     )
-    return calls, gradients
+    return calls, gradients, comm
+
+
+def _module_comm(
+    spans: Columns, row: Ints, kind: SpanKind, call: Ints | None = None, limits: Ints | None = None
+) -> _ModuleComm:
+    """Finds the collectives of modules and each one's own share of the union of their times.
+
+    Args:
+        spans: The rank's spans.
+        row: Row of each span's step, -1 for none.
+        kind: In forward or in backward.
+        call: Synchronising backward call of each span, -1 for none.
+        limits: Where each call's local backward ends: what lies behind is in the exposed
+            window, and counted there.
+    """
+    chosen = np.flatnonzero((spans["kind"] == kind) & (row >= 0) & (spans["end_ns"] != NULL))
+    chosen = chosen[np.argsort(spans["begin_ns"][chosen], kind="stable")]
+    begin, end = spans["begin_ns"][chosen], spans["end_ns"][chosen]
+    calls = np.full(len(chosen), -1) if call is None else call[chosen]
+    if limits is not None:
+        end = np.where(calls >= 0, np.minimum(end, limits[calls]), end)
+    share = np.maximum(end - _own_start(begin, end), 0)
+    return _ModuleComm(row=row[chosen], call=calls, length=share)
 
 
 def _meetings(spans: Columns, row: Ints) -> Meetings:
@@ -442,14 +486,19 @@ def _busy(gradients: _Gradients) -> tuple[Ints, Ints]:
     Calls of one rank do not overlap in time, so one sweep over all intervals sorted by
     begin is exact: an interval adds what lies beyond the latest end before it.
     """
-    if len(gradients.begin) == 0:
-        return gradients.begin, gradients.begin
-    reached = np.maximum.accumulate(gradients.end)
-    before = np.concatenate(([np.iinfo(np.int64).min], reached[:-1]))
-    start = np.maximum(gradients.begin, before)
+    start = _own_start(gradients.begin, gradients.end)
     busy = np.maximum(gradients.end - start, 0)
     overlapped = np.clip(np.minimum(gradients.end, gradients.local_end) - start, 0, None)
     return busy, np.minimum(overlapped, busy)
+
+
+def _own_start(begin: Ints, end: Ints) -> Ints:
+    """Returns where each interval, sorted by begin, goes beyond all before it."""
+    if len(begin) == 0:
+        return begin
+    reached = np.maximum.accumulate(end)
+    start: Ints = np.maximum(begin, np.append(np.iinfo(np.int64).min, reached[:-1]))
+    return start
 
 
 def _per_step(values: Ints, row: Ints, count: int) -> Floats:

@@ -374,7 +374,9 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         overhead=_overhead(measured.plain, measured.instrumented),
         gradient_ready=_gradient_ready(measured),
         costs_ms=costs,
-        contention_ms=costs.sync_backward - single.sync_backward if costs and single else None,
+        contention_ms=costs.sync_backward - single.at(level.accumulation).sync_backward
+        if costs and single
+        else None,
         wrapper_ms=falls["wrapper"] if falls else None,
         speedup=scaling.speedup if scaling else None,
         efficiency=scaling.efficiency if scaling else None,

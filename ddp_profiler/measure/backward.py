@@ -51,11 +51,12 @@ def mark_end_of_nested_pass(recorder: Recorder) -> None:
     Called when DDP hands over a bucket. Of several marks the analysis takes the first one
     after the last hand-over; DDP queues its finishing after that hand-over, so behind it.
     """
-    if current_pass() not in (recorder.backward_pass, _NO_PASS):
+    if current_pass() not in (recorder.backward_pass, NO_PASS):
         queue_callback(lambda: recorder.point(SpanKind.LOCAL_BACKWARD_END))
 
 
-_NO_PASS = -1
+NO_PASS = -1
+"""What :func:`current_pass` returns where there is none."""
 
 
 def current_pass() -> int:

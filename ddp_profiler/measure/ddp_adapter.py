@@ -14,7 +14,9 @@ Three mechanisms, tried in this order, each named in the record:
     Fallback where the reducer cannot be given another group: a communication hook of
     ours. It costs a pass over the gradients, and DDP never lets go of a hook.
 
-Buffer broadcasts do not go through the reducer; ``_sync_buffers`` is timed as a whole.
+Buffer broadcasts do not go through the reducer; ``_sync_buffers`` is timed as a whole. What
+modules send themselves is observed by :mod:`ddp_profiler.measure.collectives`; a hook, which
+may use the same functions, is gradient traffic and left out there.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from ddp_profiler.measure import collectives
 from ddp_profiler.measure.backward import mark_end_of_nested_pass
 from ddp_profiler.measure.clock import DeviceTimeline
+from ddp_profiler.measure.collectives import Unobserved
 from ddp_profiler.measure.marks import OpenSpan, Recorder
 from ddp_profiler.measure.untraced import untraced
 from ddp_profiler.schema import SpanKind
@@ -147,11 +151,27 @@ class DdpAdapter:
     @property
     def sources(self) -> dict[str, str | None]:
         """Which mechanism gives each figure; None where none can."""
-        hooked = self._ddp in _user_hooks
         return {
-            "gradient_collectives": USER_HOOK if hooked else self.mechanism,
+            "gradient_collectives": self._gradient_source,
             "buffer_broadcasts": SYNC_BUFFERS,
+            "forward_comm": collectives.SOURCE,
+            "backward_comm": collectives.SOURCE if self._knows_hooks else None,
         }
+
+    @property
+    def _gradient_source(self) -> str | None:
+        if not self._knows_hooks:
+            return None
+        return USER_HOOK if self._ddp in _user_hooks else self.mechanism
+
+    @property
+    def _knows_hooks(self) -> bool:
+        """Whether the collectives of a hook, if there is one, are seen and told from a module's.
+
+        A hook that was registered while the adapter was not installed is not wrapped.
+        """
+        hooked = bool(getattr(self._ddp, "_comm_hooks", ()))
+        return not hooked or self._hook_registered or self._ddp in _user_hooks
 
     def attach(self) -> None:
         """Starts observing. Takes effect with the next backward."""
@@ -166,6 +186,7 @@ class DdpAdapter:
             self._hook_registered = True
         _observers[self._ddp] = self._recorder
         _patch_class()
+        collectives.listen(self._recorder, in_backward=self._knows_hooks)
         self.attached = True
 
     def detach(self) -> None:
@@ -175,6 +196,7 @@ class DdpAdapter:
         if self.mechanism == PROCESS_GROUP:
             self._ddp.reducer._update_process_group(self._ddp.process_group)
         _observers.pop(self._ddp, None)
+        collectives.stop_listening(self._recorder)
         _unpatch_class()
         self.attached = False
 
@@ -187,15 +209,13 @@ def _observing_hook(state: DdpAdapter, bucket: Any) -> Any:
     """
     group = state._ddp.process_group
     tensor = bucket.buffer().mul_(1.0 / group.size())
-    if not state.attached:
+    span = state._recorder.hand_over(SpanKind.GRADIENT, tensor.nbytes) if state.attached else None
+    with Unobserved():
         work = dist.all_reduce(tensor, group=group, async_op=True)
-        assert work is not None
-        return work.get_future().then(_first_tensor)
-    span = state._recorder.hand_over(SpanKind.GRADIENT, tensor.nbytes)
-    work = dist.all_reduce(tensor, group=group, async_op=True)
     assert work is not None
     future = work.get_future()
-    _end_with(future, span, state._recorder)
+    if span is not None:
+        _end_with(future, span, state._recorder)
     return future.then(_first_tensor)
 
 
@@ -221,7 +241,9 @@ def _observed_sync_buffers(self: DDP) -> None:
         _original_sync_buffers(self)
         return
     begin = recorder.mark()
-    _original_sync_buffers(self)
+    # A user's buffer hook may call torch.distributed's functions.
+    with Unobserved():
+        _original_sync_buffers(self)
     recorder.span(SpanKind.FORWARD_COMM, begin, recorder.mark())
 
 
@@ -233,11 +255,11 @@ def _observed_register_comm_hook(self: DDP, state: object, hook: Callable[..., A
     @untraced
     def observed(state: object, bucket: Any) -> Any:
         recorder = _observers.get(self)
-        if recorder is None:
-            return hook(state, bucket)
-        span = recorder.hand_over(SpanKind.GRADIENT, bucket.buffer().nbytes)
-        future = hook(state, bucket)
-        _end_with(future, span, recorder)
+        span = recorder and recorder.hand_over(SpanKind.GRADIENT, bucket.buffer().nbytes)
+        with Unobserved():
+            future = hook(state, bucket)
+        if recorder and span:
+            _end_with(future, span, recorder)
         return future
 
     # DDP logs the hook's name.
@@ -261,8 +283,8 @@ def installed() -> Iterator[None]:
 
 
 def is_installed() -> bool:
-    """Tells whether any part of the adapter is installed in DDP's class now."""
-    return _patches > 0
+    """Tells whether any part of the adapter is installed in torch now."""
+    return _patches > 0 or collectives.is_installed()
 
 
 def _patch_class() -> None:

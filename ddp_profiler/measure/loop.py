@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -100,6 +100,7 @@ class LevelRun:
         workload.module.to(device)
         for module in workload.extra_modules:
             module.to(device)
+        _talk_within(group, (workload.module, *workload.extra_modules))
         self.ddp = DDP(
             workload.module,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -186,7 +187,6 @@ class LevelRun:
             bucket_bytes=sizes,
             sources={
                 "local_backward_end": backward.SOURCE,
-                "backward_comm": None,
                 **self.adapter.sources,
             },
             notes=self.workload.notes,
@@ -202,6 +202,7 @@ class LevelRun:
             self.group,
             self.device,
             scale_loss=self.scale_loss,
+            syncs=self._syncs,
             time_per_micro_step_s=self._micro_step_s,
         )
 
@@ -216,7 +217,7 @@ class LevelRun:
 
     def _syncs(self, micro_step: int) -> bool:
         """Tells whether gradients are reduced in a micro-step: in the last one only."""
-        return micro_step == self.level.accumulation - 1
+        return self._planter.always_syncs or micro_step == self.level.accumulation - 1
 
     def _sync_context(self, micro_step: int) -> AbstractContextManager[None]:
         if self._syncs(micro_step):
@@ -293,16 +294,20 @@ class LevelRun:
             batch = self.batches.next()
             delay("data", step)
             forward_begin = mark()
+            recorder.phase = SpanKind.FORWARD
             with context(micro_step):
                 inputs = self.workload.inputs(batch)
                 loss = self._loss(module, batch, inputs)
                 delay("forward", step)
+                recorder.phase = None
                 forward_end = mark()
                 delay("between", step)
                 self._plant_in_backward(loss, reduces and self._syncs(micro_step))
                 self._watch.watch(loss)
                 backward_begin = mark()
+                recorder.phase = SpanKind.BACKWARD
                 self._backward(loss)
+                recorder.phase = None
             backward_end = mark()
             recorder.span(SpanKind.DATA, data_begin, forward_begin)
             samples = number_of_samples(inputs)
@@ -343,3 +348,15 @@ class LevelRun:
                     lambda: backward.queue_callback(lambda: delay("copy", step))
                 )
             )
+
+
+def _talk_within(group: dist.ProcessGroup, modules: Iterable[nn.Module]) -> None:
+    """Tells modules that communicate themselves whom to talk to: the ranks of the level.
+
+    Such modules, as ``nn.SyncBatchNorm``, keep their group in ``process_group``, and None
+    stands for all ranks of the launch, of which those outside the level would never answer.
+    """
+    for module in (inner for outer in modules for inner in outer.modules()):
+        if getattr(module, "process_group", group) is None:
+            # Past nn.Module's own setter, which is for tensors and modules.
+            module.__dict__["process_group"] = group

@@ -46,6 +46,10 @@ class Recorder:
     Args:
         timeline: Makes marks and tells their times.
         sink: Takes the columns of one batch of spans (``schema.SPAN_COLUMNS``).
+
+    Attributes:
+        phase: ``FORWARD`` or ``BACKWARD`` while the loop is in one of them, else None. Tells
+            where a collective belongs that a module issues.
     """
 
     def __init__(self, timeline: Timeline, sink: Callable[[Columns], None]) -> None:
@@ -54,6 +58,7 @@ class Recorder:
         self.step = -1
         self.micro_step = -1
         self.backward_pass = -1
+        self.phase: SpanKind | None = None
         self._sink = sink
         self._place = (0, 0, 0, Variant.WARMUP)
         self._spans: list[_Span] = []
@@ -67,6 +72,7 @@ class Recorder:
     def begin_micro_step(self, step: int, micro_step: int) -> None:
         """Starts a micro-step: the spans that follow belong to it, buckets count from 0."""
         self.step, self.micro_step = step, micro_step
+        self.phase = None
         self._next_index = 0
 
     def span(

@@ -40,6 +40,7 @@ def prove_batch(
     device: torch.device,
     *,
     scale_loss: Callable[[Tensor], Tensor],
+    syncs: Callable[[int], bool] | None = None,
     budget_s: float = 20.0,
     time_per_micro_step_s: float | None = None,
 ) -> BatchProof:
@@ -63,6 +64,7 @@ def prove_batch(
         group: The level's process group.
         device: Where the model lives.
         scale_loss: What the loop does to a micro-step's loss before backward.
+        syncs: Whether gradients are reduced in a micro-step; in the last one only if None.
         budget_s: Longest time in s for the one process; above it, that is left out.
         time_per_micro_step_s: What a micro-step took in s, to estimate that time by; the
             slowest rank's counts. No limit where it is None.
@@ -75,7 +77,8 @@ def prove_batch(
         with random_kept(device):
             own = [batches.next() for _ in range(level.accumulation)]
         with state_kept(modules, device):
-            samples = _step(ddp, workload, own, scale_loss)
+            last = level.accumulation - 1
+            samples = _step(ddp, workload, own, scale_loss, syncs or (lambda m: m == last))
             gradients = {name: parameter.grad for name, parameter in _reduced(ddp)}
         ranks_agree, notes = _compare_ranks(gradients, level, group, device)
         notes += _caveats(modules, level)
@@ -124,12 +127,12 @@ def _step(
     workload: Workload,
     micro_batches: Sequence[Any],
     scale_loss: Callable[[Tensor], Tensor],
+    syncs: Callable[[int], bool],
 ) -> list[int | None]:
     """Runs the passes of one step as the loop does and returns the samples of its micro-steps."""
     samples = []
     for micro_step, batch in enumerate(micro_batches):
-        last = micro_step == len(micro_batches) - 1
-        with contextlib.nullcontext() if last else ddp.no_sync():
+        with contextlib.nullcontext() if syncs(micro_step) else ddp.no_sync():
             inputs = workload.inputs(batch)
             scale_loss(workload.loss(ddp(*inputs), batch)).backward()  # type: ignore[no-untyped-call]
         samples.append(number_of_samples(inputs))

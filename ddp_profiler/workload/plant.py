@@ -20,7 +20,7 @@ LOSS_FACTORS = ("dp", "accumulation", "dp*accumulation")
 
 _FORM = (
     "Give it as part=PART,ms=MS[,rank=R][,every=N][,level_dp=N], as "
-    "clock=MS,rank=R[,ppm=X][,real_ms=MS], or as loss=FACTOR with "
+    "clock=MS,rank=R[,ppm=X][,real_ms=MS], as sync=always, or as loss=FACTOR with "
     f"{', '.join(LOSS_FACTORS)} or a number."
 )
 _DELAY_KEYS = ("part", "ms", "rank", "every", "level_dp")
@@ -89,7 +89,12 @@ class PlantedClock:
     real_ms: float = 0.0
 
 
-Planted = Plant | PlantedLoss | PlantedClock
+@dataclass(frozen=True)
+class PlantedSync:
+    """Gradients that are reduced in every micro-step, as if ``no_sync`` had been forgotten."""
+
+
+Planted = Plant | PlantedLoss | PlantedClock | PlantedSync
 
 
 def planted_clock(plants: Sequence[Planted], rank: int) -> PlantedClock | None:
@@ -100,7 +105,7 @@ def planted_clock(plants: Sequence[Planted], rank: int) -> PlantedClock | None:
 def parse_plants(specs: Sequence[str]) -> tuple[Planted, ...]:
     """Reads faults: ``part=backward,ms=30[,rank=1][,every=10][,level_dp=2]`` and others.
 
-    Others are ``loss=dp`` and ``clock=5000,rank=1[,ppm=50][,real_ms=300]``.
+    Others are ``loss=dp``, ``sync=always`` and ``clock=5000,rank=1[,ppm=50][,real_ms=300]``.
 
     >>> parse_plants(["part=data,ms=20,rank=1", "loss=dp*accumulation"])[1].value(4, 2)
     8.0
@@ -120,6 +125,9 @@ class Planter:
         sleep: Waits for a time in s.
         dp: Level that is run. A delay with a ``level_dp`` applies at that level only,
             and nowhere where this is None.
+
+    Attributes:
+        always_syncs: Whether gradients are reduced in every micro-step.
     """
 
     def __init__(
@@ -138,6 +146,7 @@ class Planter:
             part: tuple(p for p in mine if p.part == part) for part in PARTS
         }
         self._losses = tuple(p for p in plants if isinstance(p, PlantedLoss))
+        self.always_syncs = any(isinstance(p, PlantedSync) for p in plants)
 
     def ms(self, part: str, step: int) -> float:
         """Returns the delay in ms that is planted in a part of an optimizer step."""
@@ -160,7 +169,15 @@ def _parse(spec: str) -> Planted:
     key, _, value = (text.strip() for text in spec.partition("="))
     if key == "loss":
         return _parse_loss(spec, value)
+    if key == "sync":
+        return _parse_sync(spec, value)
     return _parse_clock(spec) if key == "clock" else _parse_delay(spec)
+
+
+def _parse_sync(spec: str, text: str) -> PlantedSync:
+    if text != "always":
+        raise _wrong(spec, f"sync={text} is not always")
+    return PlantedSync()
 
 
 def _parse_loss(spec: str, text: str) -> PlantedLoss:

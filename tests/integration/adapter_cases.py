@@ -7,6 +7,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import pickle
 import sys
 
 import torch
@@ -17,20 +18,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from ddp_profiler.measure import ddp_adapter
+from ddp_profiler.measure import collectives, ddp_adapter
 from ddp_profiler.measure.backward import BackwardWatch
 from ddp_profiler.measure.clock import HostTimeline
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.schema import SpanKind, Variant
+from tests.integration.sync_norm import SyncNorm
 
 STEPS = 6
 
 
 class Net(nn.Module):
-    def __init__(self, *, batch_norm=False, unused=False):
+    def __init__(self, *, batch_norm=False, unused=False, norm=None):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-        self.norm = nn.BatchNorm1d(64) if batch_norm else nn.Identity()
+        self.norm = norm or (nn.BatchNorm1d(64) if batch_norm else nn.Identity())
         self.spare = nn.Linear(64, 64) if unused else None
 
     def forward(self, x, use_spare=False):
@@ -43,7 +45,7 @@ class Net(nn.Module):
 
 def build(**options):
     torch.manual_seed(1)
-    names = ("batch_norm", "unused")
+    names = ("batch_norm", "unused", "norm")
     net = Net(**{k: options.pop(k) for k in names if k in options})
     return DDP(net, bucket_cap_mb=0.02, **options)
 
@@ -83,21 +85,36 @@ class Observed:
         return [kind for columns in self.columns for kind in columns["kind"]]
 
 
-def train(ddp, observed, *, steps=STEPS, rank_extra=0, no_sync=False, use_spare=None, call=None):
+def train(
+    ddp,
+    observed,
+    *,
+    steps=STEPS,
+    uneven=False,
+    no_sync=False,
+    use_spare=None,
+    call=None,
+):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     call = ddp if call is None else call
     generator = torch.Generator().manual_seed(dist.get_rank())
-    for step in range(steps + rank_extra):
+    for step in range(steps + 2 * dist.get_rank() * uneven):
         for micro in range(2 if no_sync else 1):
             x = torch.randn(8, 64, generator=generator)
             quiet = no_sync and micro == 0
             with ddp.no_sync() if quiet else contextlib.nullcontext():
                 observed.recorder.begin_micro_step(step, micro)
+                observed.recorder.phase = SpanKind.FORWARD
                 y = call(x) if use_spare is None else call(x, use_spare=use_spare(step))
                 loss = y.square().mean()
                 if observed.watch:
                     observed.watch.watch(loss)
+                observed.recorder.phase = SpanKind.BACKWARD
                 loss.backward()
+                observed.recorder.phase = None
+        if not uneven:
+            # Outside forward and backward: of no interest.
+            dist.all_reduce(torch.zeros(1))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -157,10 +174,64 @@ def reentrant(observed):
     return ddp
 
 
+class GatherNorm(nn.Module):
+    """Gathers in forward only, as torch's own on gloo; and pickles a function."""
+
+    def forward(self, x):
+        assert pickle.loads(pickle.dumps(dist.all_gather)) is dist.all_gather
+        means = [torch.empty(x.shape[1]) for _ in range(dist.get_world_size())]
+        dist.all_gather(means, x.detach().mean(0))
+        return x - torch.stack(means).mean(0)
+
+
+class RaisingNorm(nn.Module):
+    """Issues a collective that raises."""
+
+    def forward(self, x):
+        try:
+            dist.all_reduce("no tensor")
+        except TypeError:
+            return x
+        raise AssertionError("an error was swallowed")
+
+
+def fp16_with_norm(observed):
+    return with_hook(observed, None, default_hooks.fp16_compress_hook, norm=SyncNorm())
+
+
+def hooked_before(observed):
+    """A hook that the adapter never saw: its collectives cannot be told from a module's."""
+    ddp = build(norm=SyncNorm())
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with observed(ddp):
+        train(ddp, observed)
+    return ddp
+
+
+def compile_norm(observed):
+    """Compiled as a whole: a graph break at a collective would raise."""
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    ddp = DDP(torch.compile(Net(norm=CompiledNorm()), backend="aot_eager", fullgraph=True))
+    with observed(ddp):
+        train(ddp, observed)
+    return ddp
+
+
+class CompiledNorm(nn.Module):
+    """Issues a collective that Dynamo knows how to compile."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            total = x.mean(0)
+            dist.all_reduce(total)
+        return x - total / dist.get_world_size()
+
+
 def join(observed):
     ddp = build()
     with observed(ddp), ddp.join():
-        train(ddp, observed, rank_extra=2 * dist.get_rank())
+        train(ddp, observed, uneven=True)
     return ddp
 
 
@@ -221,14 +292,28 @@ CASES = {
     "device_mesh": device_mesh,
     "compile_ddp": compile_ddp,
     "compile_module": compile_module,
+    "sync_norm": lambda o: simple(o, norm=SyncNorm(), no_sync=True),
+    "sync_norm_async": lambda o: simple(o, norm=SyncNorm(async_op=True)),
+    "gather_norm": lambda o: simple(o, norm=GatherNorm()),
+    "raising_norm": lambda o: simple(o, norm=RaisingNorm()),
+    "fp16_with_norm": fp16_with_norm,
+    "hooked_before": hooked_before,
+    "compile_norm": compile_norm,
 }
-OWN_HOOK = {"fp16_compress", "power_sgd"}
+OWN_HOOK = {"fp16_compress", "power_sgd", "fp16_with_norm", "hooked_before"}
+
+
+def functions():
+    """What the adapter may replace, as torch has it."""
+    owned = [(DDP, "_sync_buffers"), (DDP, "register_comm_hook"), (dist.Work, "wait")]
+    owned += [(dist, name) for name in collectives.FUNCTIONS]
+    return [owner.__dict__[name] for owner, name in owned]
 
 
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    original = (DDP._sync_buffers, DDP.register_comm_hook)
+    original = functions()
     for name in sys.argv[1:] or CASES:
         without = digest(CASES[name](Observed(None)))
         for mechanism in ddp_adapter.probe():
@@ -249,11 +334,11 @@ def main():
                 "identical": weights == without,
                 "gradients": kinds.count(SpanKind.GRADIENT),
                 "broadcasts": kinds.count(SpanKind.FORWARD_COMM),
+                "in_backward": kinds.count(SpanKind.BACKWARD_COMM),
                 "bookkeeping": kinds.count(SpanKind.BOOKKEEPING),
                 "local_ends": kinds.count(SpanKind.LOCAL_BACKWARD_END),
                 "buckets": len(parts[0].reducer._get_zeros_like_grad_buckets()),
-                "restored": (DDP._sync_buffers, DDP.register_comm_hook) == original
-                and not ddp_adapter.is_installed(),
+                "restored": functions() == original and not ddp_adapter.is_installed(),
                 "silent_after": len(observed.kinds()) == seen,
             }
             # One write: lines of several ranks must not mix.

@@ -225,6 +225,50 @@ def test_collectives_of_modules_are_taken_out_of_forward_and_backward():
     assert found["other"] == pytest.approx(5)
 
 
+def test_collectives_of_modules_inside_each_other_count_once():
+    spans = (
+        one_step()
+        .forward_comm(6, 14)
+        .forward_comm(8, 12)
+        .forward_comm(13, 16)
+        .backward_comm(30, 40)
+        .backward_comm(31, 33)
+        .gradient(65, 80)
+    )
+    found = parts(derive(spans))
+    assert (found["forward"], found["forward_comm"]) == pytest.approx((10, 10))
+    assert (found["backward"], found["backward_comm"]) == pytest.approx((30, 10))
+    assert sum(found.values()) == pytest.approx(100)
+
+
+def test_a_collective_of_a_module_in_the_exposed_window_is_counted_there():
+    spans = one_step().backward_comm(60, 70).backward_comm(75, 78).gradient(65, 80)
+    steps = derive(spans)
+    found = parts(steps)
+    assert (found["backward"], found["backward_comm"]) == pytest.approx((35, 5))
+    assert (found["exposed_transfer"], found["exposed_copy"]) == pytest.approx((15, 5))
+    assert steps.backwards.module_comm.tolist() == [5 * MS]
+    assert sum(found.values()) == pytest.approx(100)
+
+
+def test_a_micro_step_without_reduction_keeps_its_collectives():
+    spans = (
+        Spans()
+        .forward(0, 10, micro_step=0)
+        .backward(10, 30, 30, micro_step=0)
+        .backward_comm(12, 16, micro_step=0)
+        .forward(30, 40, micro_step=1)
+        .backward(40, 60, 70, micro_step=1)
+        .backward_comm(42, 48, micro_step=1)
+        .gradient(50, 65, micro_step=1)
+        .step(0, 70)
+    )
+    steps = derive(spans)
+    found = parts(steps)
+    assert (found["backward"], found["backward_comm"]) == pytest.approx((30, 10))
+    assert steps.backwards.module_comm.tolist() == [6 * MS]
+
+
 def test_pause_between_forward_and_backward_is_other():
     spans = (
         Spans()

@@ -54,6 +54,8 @@ def test_parse():
         ("clock=5", "rank is missing"),
         ("clock=5,rank=1,ppm=fast", "ppm=fast is not a number"),
         ("clock=5,rank=1,every=2", "there is no option every"),
+        ("sync=never", "sync=never is not always"),
+        ("sync=always,rank=1", "sync=always,rank=1 is not always"),
     ],
 )
 def test_refused(spec, what):
@@ -63,6 +65,11 @@ def test_refused(spec, what):
     first, remedy = str(caught.value).splitlines()
     assert first == f"Planted fault {spec!r}: {what}."
     assert remedy.startswith("Give it as part=PART")
+
+
+def test_reducing_in_every_micro_step():
+    assert Planter(parse_plants(["sync=always"]), rank=0).always_syncs
+    assert not Planter(parse_plants(["loss=dp"]), rank=0).always_syncs
 
 
 def test_applies_to_its_part_rank_and_steps():
