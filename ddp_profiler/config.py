@@ -43,6 +43,8 @@ class StudyConfig:
         allreduce_max_mb: Largest AllReduce in isolation, in MB of 2**20 bytes; 0 leaves the
             sweep out.
         backend: nccl, gloo, or auto (nccl with a GPU for each rank, else gloo).
+        link_gbps: Rate of the links between nodes in Gbit/s, from their data sheet; measured
+            where None.
         threads_per_rank: Threads of each rank; cores shared out evenly where None.
         timeout_s: Seconds after which a rank gives up waiting for others.
         out: Run folder; a fresh one below runs/ where None.
@@ -75,6 +77,7 @@ class StudyConfig:
     seed: int = 0
     plants: tuple[str, ...] = ()
     debug: bool = False
+    link_gbps: float | None = None
 
     def __post_init__(self) -> None:
         _at_least("--steps", self.steps, 1)
@@ -114,6 +117,11 @@ class StudyConfig:
             raise UsageError(
                 f"--allreduce-max-mb {self.allreduce_max_mb:g} is no size of 0 or more.",
                 "0 leaves the sweep out.",
+            )
+        if self.link_gbps is not None and not 0 < self.link_gbps < math.inf:
+            raise UsageError(
+                f"--link-gbps {self.link_gbps:g} is no rate above 0.",
+                "It is a rate in Gbit/s; without it the link is measured.",
             )
         if not 0 < self.timeout_s <= _LONGEST_TIMEOUT_S:
             raise UsageError(

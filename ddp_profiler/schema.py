@@ -161,6 +161,23 @@ class ParameterFacts:
 
 
 @dataclass(frozen=True)
+class LinkStreams:
+    """Streams between two neighbouring ranks of a level's ring, while nothing else ran.
+
+    Attributes:
+        sender: Global rank.
+        receiver: Global rank.
+        nbytes: Bytes of each stream that were timed; what was sent before them is not.
+        elapsed_ns: Time of each stream at the receiver, in ns.
+    """
+
+    sender: int
+    receiver: int
+    nbytes: int
+    elapsed_ns: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class LevelFacts:
     """What the worker found out about a level while it ran it (rank 0 of the level writes it).
 
@@ -178,6 +195,8 @@ class LevelFacts:
         peak_flops_per_s: Rate of a large matrix product on this device in the run's
             precision with the run's threads; None if not measured.
         proof: The batch proof; None if not run.
+        link: Streams over a link of the level's ring, between nodes where it has several;
+            None at dp = 1.
     """
 
     id: str
@@ -191,6 +210,7 @@ class LevelFacts:
     flops_per_sample: int | None = None
     peak_flops_per_s: float | None = None
     proof: BatchProof | None = None
+    link: LinkStreams | None = None
 
 
 @dataclass(frozen=True)

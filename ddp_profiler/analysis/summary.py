@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ddp_profiler.analysis import allreduce, model, statistics
 from ddp_profiler.analysis.findings import find
+from ddp_profiler.analysis.link import Link, link_of
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.parts import (
     PARTS,
@@ -283,7 +284,9 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         mfu=_mfu(samples_per_s, level.dp, facts),
         breakdown_ms=_mean_breakdown(measured.breakdowns),
         comm=_communication(measured.instrumented, level, facts),
-        allreduce=allreduce.isolated(measured.columns, measured.index, level.dp),
+        allreduce=allreduce.isolated(
+            measured.columns, measured.index, level.dp, _link(info, facts)
+        ),
         batch_check=_batch_check(level, observed, micro_steps, facts, _declared(info, level)),
         overhead=_overhead(measured.plain, measured.instrumented),
         gradient_ready=_gradient_ready(measured),
@@ -309,6 +312,15 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             for steps, b in zip(measured.instrumented, measured.breakdowns, strict=True)
         ),
         notes=tuple(notes),
+    )
+
+
+def _link(info: RunInfo, facts: LevelFacts | None) -> Link | None:
+    declared = info.settings.get("link_gbps")
+    return link_of(
+        facts.link if facts else None,
+        {place.rank: place for place in info.ranks},
+        declared if isinstance(declared, (int, float)) else None,
     )
 
 

@@ -139,6 +139,12 @@ _defaults = StudyConfig()
     help="Largest message of the AllReduce sweep in isolation; 0 leaves the sweep out.",
 )
 @click.option(
+    "--link-gbps",
+    type=float,
+    help="Rate of the links between nodes in Gbit/s, from their data sheet, for the ring bound. "
+    "Default: measured.",
+)
+@click.option(
     "--backend",
     default=_defaults.backend,
     show_default=True,

@@ -13,8 +13,8 @@ from ddp_profiler.schema import SpanKind
 SWEEP_BYTES = tuple(4096 * 4**k for k in range(8))
 """4 KiB to 64 MiB, in steps of 4."""
 
-_WARMUP = 2
-_MIN_REPETITIONS = 3
+_MIN_REPETITIONS = 5
+"""Now and then one on a slow link takes 5 % longer: the median of fewer would follow it."""
 _MAX_REPETITIONS = 20
 _BUDGET_S = 0.5
 """Time for one size; a size that takes longer is measured the minimum number of times."""
@@ -59,16 +59,19 @@ class IsolatedAllReduce:
     def _size(self, nbytes: int) -> float:
         """Times one size and returns its time in s, the same on all ranks."""
         buffer = torch.zeros(nbytes // 4, device=self._device)
-        for _ in range(_WARMUP):
-            seconds = self._one(buffer, None)
-        # All ranks must do equally many: the slowest decides.
-        agreed = torch.tensor([seconds], dtype=torch.float64, device=self._device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._group)
-        seconds = float(agreed)
+        seconds = self._agreed(self._one(buffer, None))
+        if seconds < _BUDGET_S:  # else one is warm-up enough
+            seconds = self._agreed(self._one(buffer, None))
         count = int(_BUDGET_S / max(seconds, 1e-9))
         for index in range(min(_MAX_REPETITIONS, max(_MIN_REPETITIONS, count))):
             self._one(buffer, index)
         return seconds
+
+    def _agreed(self, seconds: float) -> float:
+        """Returns the time of the slowest rank: all ranks must do equally many."""
+        agreed = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._group)
+        return float(agreed)
 
     def _one(self, buffer: torch.Tensor, index: int | None) -> float:
         """Reduces a buffer and waits for it; records it where it has an index."""

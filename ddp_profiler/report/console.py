@@ -217,6 +217,12 @@ def _rows(levels: Sequence[LevelResult]) -> list[_Row]:
     row("gradients reduced", lambda v: units.nbytes(v.comm.gradient_bytes))
     if any(level.allreduce for level in levels):
         row("buckets alone, one by one", _buckets_alone)
+        for name in _link_names(levels):
+            row(f"ring bound ({name})", lambda v, name=name: _ring_bound(v, name))  # type: ignore[misc]
+        if _link_names(levels):
+            row("  link's rate", _link_rate)
+            if any(_declared_link(level) for level in levels):
+                row("  from", _link_source)
         row("AllReduce busbw, best", _best_busbw)
     row("cost of measuring", lambda v: _overhead(v)[0])
     row("  95 % interval", lambda v: _overhead(v)[1])
@@ -243,6 +249,39 @@ def _fall(level: LevelResult, term: str) -> str:
 
 def _buckets_alone(level: LevelResult) -> str:
     return units.ms(level.allreduce.buckets_total_ms if level.allreduce else None)
+
+
+def _link_names(levels: Sequence[LevelResult]) -> list[str]:
+    """Returns the names of the levels' links, each once."""
+    links = (level.allreduce.link for level in levels if level.allreduce)
+    return list(dict.fromkeys(link.name for link in links if link))
+
+
+def _ring_bound(level: LevelResult, name: str) -> str:
+    result = level.allreduce
+    if result is None or result.link is None or result.link.name != name:
+        return units.NOTHING
+    return units.ms(result.buckets_ring_bound_ms)
+
+
+def _link_rate(level: LevelResult) -> str:
+    link = level.allreduce.link if level.allreduce else None
+    return f"{_three_digits(link.gbit_per_s)} Gbit/s" if link else units.NOTHING
+
+
+def _three_digits(value: float) -> str:
+    digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f}"
+
+
+def _declared_link(level: LevelResult) -> bool:
+    link = level.allreduce.link if level.allreduce else None
+    return link is not None and link.source == "declared"
+
+
+def _link_source(level: LevelResult) -> str:
+    link = level.allreduce.link if level.allreduce else None
+    return link.source if link else units.NOTHING
 
 
 def _best_busbw(level: LevelResult) -> str:
