@@ -104,7 +104,7 @@ class LevelSettings:
         dp: Number of data-parallel replicas.
         micro_batch: Samples that one rank passes through forward in one micro-step.
         accumulation: Micro-steps in an optimizer step.
-        placement: ``packed`` (as few nodes as possible) or ``spread``.
+        placement: ``packed`` (as few nodes as possible) or ``spread`` (as many as possible).
         ranks: Global ranks that take part, in group order.
     """
 

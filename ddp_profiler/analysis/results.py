@@ -135,6 +135,8 @@ class LevelResult:
     Times are means over ranks and steps. ``mfu`` is achieved over peak FLOP/s; ``costs_ms``
     is the level in the step model; ``contention_ms``, ``wrapper_ms`` and ``waterfall_ms``
     compare it with the dp = 1 level named by ``reference``. What needs one is None without.
+    ``crossing_ms`` is what a plain step of a level spread over nodes takes more than that of
+    the packed level of the same setting, with its interval and its share of the step.
     """
 
     id: str
@@ -169,6 +171,9 @@ class LevelResult:
     waterfall_ms: Mapping[str, float | None] | None
     ranks: tuple[RankResult, ...]
     notes: tuple[str, ...]
+    crossing_ms: float | None = None
+    crossing_ci95_ms: tuple[float, float] | None = None
+    crossing_fraction: float | None = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ddp_profiler.analysis.parts import (
     ready_times,
     split_exposed,
 )
+from ddp_profiler.analysis.placement import with_crossing
 from ddp_profiler.analysis.results import (
     BatchCheck,
     Communication,
@@ -55,7 +56,7 @@ def summarize_run(
         _measured(info, index, level, facts.get(level.id), columns_by_rank)
         for index, level in enumerate(info.levels)
     ]
-    levels = tuple(_level(info, m, measured) for m in measured)
+    levels = with_crossing([_level(info, m, measured) for m in measured])
     missing = sorted(set(range(info.world_size)) - set(columns_by_rank))
     partial = info.status != "complete" or bool(missing) or bool(incomplete)
     notes = [f"Rank {f.rank} failed in {f.phase}: {f.message}" for f in info.failures]

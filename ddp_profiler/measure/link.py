@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def neighbours(ranks: Sequence[int], nodes: Mapping[int, int]) -> tuple[int, int
         ranks: Two or more global ranks in the order of the ring.
         nodes: The node of each rank.
     """
-    for rank, following in zip(ranks, ranks[1:], strict=False):
+    for rank, following in pairwise(ranks):
         if nodes[rank] != nodes[following]:
             return rank, following
     return ranks[0], ranks[1]

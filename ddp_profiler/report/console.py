@@ -195,6 +195,8 @@ def _rows(levels: Sequence[LevelResult]) -> list[_Row]:
         row("  gradient error", _gradient_error)
     row("plain step (median)", lambda v: units.ms(v.step_ms.median if v.step_ms else None), "bold")
     row("  95 % interval", _interval)
+    if any(level.crossing_ms is not None for level in levels):
+        row("  of it crossing nodes", _crossing)
     row("samples/s", lambda v: units.rate(v.samples_per_s))
     if any(level.efficiency is not None for level in levels):
         row("speedup / efficiency", _efficiency)
@@ -321,6 +323,16 @@ def _interval(level: LevelResult) -> str:
         return units.NOTHING
     low, high = level.step_ms.ci95
     return f"{units.ms(low)}..{units.ms(high)}"
+
+
+def _crossing(level: LevelResult) -> str:
+    """Returns the price of crossing nodes and its share of the step."""
+    if level.crossing_ms is None or level.crossing_fraction is None:
+        return units.NOTHING
+    interval = level.crossing_ci95_ms
+    if interval is not None and interval[0] <= 0 <= interval[1]:
+        return "not measurable"
+    return f"{units.ms(level.crossing_ms)} {level.crossing_fraction * 100:4.0f}%"
 
 
 def _part(level: LevelResult, part: str) -> str:
