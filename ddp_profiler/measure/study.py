@@ -176,6 +176,7 @@ class Study:
             recorder.begin_block(index, repetition, len(plan) + 1, Variant.BUCKETS)
             isolated.buckets(facts.bucket_bytes or ())
             if repetition == 0:
+                session.beat(heartbeat)
                 phase.name = f"level {level.id}, rate of the link"
                 facts = replace(facts, link=self._link(level, group))
         block_ended()

@@ -8,10 +8,11 @@ import pytest
 
 from ddp_profiler.analysis import results
 from ddp_profiler.analysis.allreduce import AllReduceResult, AllReduceSize
+from ddp_profiler.analysis.link import Link
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.scaling import Pop
-from ddp_profiler.schema import SCHEMA_VERSION, SPAN_COLUMNS, RunInfo, SpanKind, Variant
+from ddp_profiler.schema import SCHEMA_VERSION, SPAN_COLUMNS, LinkStreams, RunInfo, SpanKind, Variant
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -37,6 +38,8 @@ def test_metrics():
         "pop",
     }
     figures |= {"allreduce", "gradient_ready", "costs_ms"}
+    figures |= {"crossing_ms", "crossing_ci95_ms", "crossing_fraction"}
+    figures |= {"link", "ring_bound_ms", "buckets_ring_bound_ms", *fields(Link)}
     for kind in (results.Communication, results.BatchCheck, results.Overhead):
         figures |= fields(kind)
     assert figures - words("metrics.md") == set()
@@ -58,6 +61,8 @@ def test_metrics():
         results.GradientReady,
         AllReduceResult,
         AllReduceSize,
+        Link,
+        LinkStreams,
         StepCosts,
         Pop,
     ],
