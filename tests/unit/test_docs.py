@@ -12,7 +12,14 @@ from ddp_profiler.analysis.link import Link
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.scaling import Pop
-from ddp_profiler.schema import SCHEMA_VERSION, SPAN_COLUMNS, LinkStreams, RunInfo, SpanKind, Variant
+from ddp_profiler.schema import (
+    SCHEMA_VERSION,
+    SPAN_COLUMNS,
+    LinkStreams,
+    RunInfo,
+    SpanKind,
+    Variant,
+)
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
