@@ -224,7 +224,7 @@ def _rows(levels: Sequence[LevelResult]) -> list[_Row]:
         if _link_names(levels):
             row("  link's rate", _link_rate)
             if any(_declared_link(level) for level in levels):
-                row("  from", _link_source)
+                row("  source of the rate", _link_source)
         row("AllReduce busbw, best", _best_busbw)
     row("cost of measuring", lambda v: _overhead(v)[0])
     row("  95 % interval", lambda v: _overhead(v)[1])

@@ -91,7 +91,7 @@ def test_the_declared_rate_is_named_so(columns):
     assert (found.link.gbit_per_s, found.link.source) == (100, "declared")
     assert found.buckets_ring_bound_ms == pytest.approx(1.2)
     assert cells(console.render(summary), "link's rate") == ["100", "Gbit/s"]
-    assert cells(console.render(summary), "from") == ["declared"]
+    assert cells(console.render(summary), "source of the rate") == ["declared"]
 
 
 def test_a_record_without_streams_has_no_bound(columns):
