@@ -11,6 +11,7 @@ from ddp_profiler.errors import UsageError
 PRECISIONS = ("fp32", "bf16", "fp16")
 SCALINGS = ("weak", "strong")
 BACKENDS = ("auto", "nccl", "gloo")
+PLACEMENTS = ("packed", "spread", "both")
 DEFAULT_MODEL = "gpt-tiny"
 DEFAULT_MICRO_BATCH = 8
 MIN_WARMUP = 2
@@ -43,6 +44,10 @@ class StudyConfig:
         allreduce_max_mb: Largest AllReduce in isolation, in MB of 2**20 bytes; 0 leaves the
             sweep out.
         backend: nccl, gloo, or auto (nccl with a GPU for each rank, else gloo).
+        placement: On several nodes, levels below the world size on as few nodes as possible
+            (packed), on as many as possible (spread), or one of each (both).
+        link_gbps: Rate of the links between nodes in Gbit/s, from their data sheet; measured
+            where None.
         threads_per_rank: Threads of each rank; cores shared out evenly where None.
         timeout_s: Seconds after which a rank gives up waiting for others.
         out: Run folder; a fresh one below runs/ where None.
@@ -75,6 +80,8 @@ class StudyConfig:
     seed: int = 0
     plants: tuple[str, ...] = ()
     debug: bool = False
+    link_gbps: float | None = None
+    placement: str = "both"
 
     def __post_init__(self) -> None:
         _at_least("--steps", self.steps, 1)
@@ -115,6 +122,11 @@ class StudyConfig:
                 f"--allreduce-max-mb {self.allreduce_max_mb:g} is no size of 0 or more.",
                 "0 leaves the sweep out.",
             )
+        if self.link_gbps is not None and not 0 < self.link_gbps < math.inf:
+            raise UsageError(
+                f"--link-gbps {self.link_gbps:g} is no rate above 0.",
+                "It is a rate in Gbit/s; without it the link is measured.",
+            )
         if not 0 < self.timeout_s <= _LONGEST_TIMEOUT_S:
             raise UsageError(
                 f"--timeout {self.timeout_s:g} is no time between 0 and {_LONGEST_TIMEOUT_S:g} s.",
@@ -122,6 +134,7 @@ class StudyConfig:
             )
         _one_of("--precision", self.precision, PRECISIONS)
         _one_of("--backend", self.backend, BACKENDS)
+        _one_of("--placement", self.placement, PLACEMENTS)
 
 
 def parse_numbers(option: str, text: str) -> tuple[int, ...]:

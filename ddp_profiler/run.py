@@ -25,7 +25,7 @@ from ddp_profiler.cli import error_text, parse_click, worker_options, write_out
 from ddp_profiler.config import StudyConfig
 from ddp_profiler.errors import EXIT_DONE, CheckFailed, DdpProfilerError, InputError, UsageError
 from ddp_profiler.load import load_summary
-from ddp_profiler.measure.topology import Topology, plan_levels, read_topology
+from ddp_profiler.measure.topology import Topology, place_levels, plan_levels, read_topology
 from ddp_profiler.record import parts as record_parts
 from ddp_profiler.record import paths, writer
 from ddp_profiler.schema import (
@@ -203,6 +203,7 @@ class _Worker:
         )
         clock = local_clock(planted_clock(parse_plants(config.plants), rank))
         places = session.gather_places(clock.domain)
+        self.levels = place_levels(self.levels, places, config.placement)
         node = places[rank].node
         if rank == min(place.rank for place in places if place.node == node):
             session.publish(
@@ -217,12 +218,21 @@ class _Worker:
             nodes = sorted({place.node for place in places})
             self.info = replace(
                 self.info,
+                levels=self.levels,
                 ranks=places,
                 environment={str(n): session.learn(f"environment/{n}") for n in nodes},
                 parts=parts,
             )
             session.publish("described", self.info)
             print(f"{NAME}: {self._plan_line(workload, device)}", file=sys.stderr)
+            if config.placement == "spread" and not any(
+                level.placement == "spread" for level in self.levels
+            ):
+                print(
+                    f"{NAME}: --placement spread changes nothing here: no level between dp = 1 "
+                    f"and {self.topology.world_size} can use more nodes.",
+                    file=sys.stderr,
+                )
         elif self.info is not None:
             self.info = replace(session.learn("described", RunInfo), keeper=rank)
         self._keep()

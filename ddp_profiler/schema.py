@@ -104,7 +104,7 @@ class LevelSettings:
         dp: Number of data-parallel replicas.
         micro_batch: Samples that one rank passes through forward in one micro-step.
         accumulation: Micro-steps in an optimizer step.
-        placement: ``packed`` (as few nodes as possible) or ``spread``.
+        placement: ``packed`` (as few nodes as possible) or ``spread`` (as many as possible).
         ranks: Global ranks that take part, in group order.
     """
 
@@ -238,6 +238,23 @@ class MachineUse:
 
 
 @dataclass(frozen=True)
+class LinkStreams:
+    """Streams between two neighbouring ranks of a level's ring, while nothing else ran.
+
+    Attributes:
+        sender: Global rank.
+        receiver: Global rank.
+        nbytes: Bytes of each stream that were timed; what was sent before them is not.
+        elapsed_ns: Time of each stream at the receiver, in ns.
+    """
+
+    sender: int
+    receiver: int
+    nbytes: int
+    elapsed_ns: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class LevelFacts:
     """What the worker found out about a level while it ran it (rank 0 of the level writes it).
 
@@ -258,6 +275,8 @@ class LevelFacts:
         device_clock_uncertainty_ns: By how much times of device events may be off the host's
             clock, the largest over ranks; 0 where marks are made on the host.
         machine: What the machine gave each rank of the level; empty if not recorded.
+        link: Streams over a link of the level's ring, between nodes where it has several;
+            None at dp = 1.
     """
 
     id: str
@@ -273,6 +292,7 @@ class LevelFacts:
     proof: BatchProof | None = None
     device_clock_uncertainty_ns: int = 0
     machine: tuple[MachineUse, ...] = ()
+    link: LinkStreams | None = None
 
 
 @dataclass(frozen=True)

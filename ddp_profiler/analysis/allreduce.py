@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ddp_profiler.analysis.link import Link, ring_bound_ms
 from ddp_profiler.analysis.parts import Columns, Floats
 from ddp_profiler.schema import SpanKind, Variant
 
@@ -26,6 +27,8 @@ class AllReduceSize:
         p90_ms: 90th percentile.
         algbw_gb_per_s: bytes / time, in 10^9 bytes per s.
         busbw_gb_per_s: algbw x 2(n-1)/n: what a link carries in a ring; comparable over n.
+        ring_bound_ms: The least time that the level's link allows a ring; None where the link's
+            rate is not known.
     """
 
     bytes: int
@@ -35,6 +38,7 @@ class AllReduceSize:
     p90_ms: float
     algbw_gb_per_s: float
     busbw_gb_per_s: float
+    ring_bound_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -45,20 +49,27 @@ class AllReduceResult:
         sizes: The sweep, by rising size.
         buckets: The model's buckets, in the order of reduction.
         buckets_total_ms: Sum of the buckets' times: what they take without any overlap.
+        buckets_ring_bound_ms: Sum of their ring bounds; None where the link is not known.
+        link: The link of the ring bounds; None where it was not measured.
     """
 
     sizes: tuple[AllReduceSize, ...]
     buckets: tuple[AllReduceSize, ...]
     buckets_total_ms: float | None
+    buckets_ring_bound_ms: float | None = None
+    link: Link | None = None
 
 
-def isolated(ranks: Sequence[Columns], level: int, dp: int) -> AllReduceResult | None:
+def isolated(
+    ranks: Sequence[Columns], level: int, dp: int, link: Link | None = None
+) -> AllReduceResult | None:
     """Summarizes a level's AllReduces in isolation; None where there are none.
 
     Args:
         ranks: The spans of the level's ranks by column.
         level: Index of the level.
         dp: Ranks of the level; bandwidths need two or more.
+        link: The link of the ranks' ring; without it there are no ring bounds.
     """
     if dp < 2 or not ranks:
         return None
@@ -66,11 +77,15 @@ def isolated(ranks: Sequence[Columns], level: int, dp: int) -> AllReduceResult |
     buckets = _times(ranks, level, Variant.BUCKETS, by="index")
     if not sweep and not buckets:
         return None
-    in_order = tuple(_size(nbytes, times, dp) for nbytes, times in buckets.values())
+    in_order = tuple(_size(nbytes, times, dp, link) for nbytes, times in buckets.values())
     return AllReduceResult(
-        sizes=tuple(_size(nbytes, times, dp) for _, (nbytes, times) in sorted(sweep.items())),
+        sizes=tuple(_size(nbytes, times, dp, link) for _, (nbytes, times) in sorted(sweep.items())),
         buckets=in_order,
         buckets_total_ms=sum(b.time_ms for b in in_order) if in_order else None,
+        buckets_ring_bound_ms=ring_bound_ms(sum(b.bytes for b in in_order), dp, link)
+        if in_order and link
+        else None,
+        link=link,
     )
 
 
@@ -99,7 +114,7 @@ def _times(
     }
 
 
-def _size(nbytes: int, times_ms: Floats, dp: int) -> AllReduceSize:
+def _size(nbytes: int, times_ms: Floats, dp: int, link: Link | None) -> AllReduceSize:
     p10, median, p90 = np.percentile(times_ms, [10, 50, 90])
     algbw = nbytes / (median / 1e3) / 1e9
     return AllReduceSize(
@@ -110,4 +125,5 @@ def _size(nbytes: int, times_ms: Floats, dp: int) -> AllReduceSize:
         p90_ms=float(p90),
         algbw_gb_per_s=float(algbw),
         busbw_gb_per_s=float(algbw * 2 * (dp - 1) / dp),
+        ring_bound_ms=ring_bound_ms(nbytes, dp, link) if link else None,
     )

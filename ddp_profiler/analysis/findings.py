@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ddp_profiler import units
 from ddp_profiler.analysis.machine import find_machine
+from ddp_profiler.analysis.placement import largest, packed_twin, scaling_curve
 from ddp_profiler.analysis.results import Finding, LevelResult
 from ddp_profiler.analysis.scaling import sharpest_drop
 
@@ -68,6 +69,7 @@ def find(levels: Sequence[LevelResult]) -> tuple[Finding, ...]:
         *_about_drop(measured),
         *_about_accumulation(measured),
         *find_machine(measured),
+        *_about_crossing(measured),
     ]
     return tuple(sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity)))
 
@@ -204,11 +206,7 @@ def _holds_waiting(level: LevelResult) -> bool:
 
 def _about_loss(levels: Sequence[LevelResult]) -> Iterator[Finding]:
     """Names what dominates the loss at the largest dp."""
-    level = max(
-        (lv for lv in levels if lv.waterfall_ms is not None and lv.dp > 1),
-        key=lambda lv: lv.dp,
-        default=None,
-    )
+    level = largest([lv for lv in levels if lv.waterfall_ms is not None and lv.dp > 1])
     if level is None or level.waterfall_ms is None:
         return
     terms = {name: level.waterfall_ms[name] or 0.0 for name in _LOSSES}
@@ -243,7 +241,8 @@ def _about_loss(levels: Sequence[LevelResult]) -> Iterator[Finding]:
 
 def _about_drop(levels: Sequence[LevelResult]) -> Iterator[Finding]:
     """Names the neighbouring dp between which efficiency falls most."""
-    by_dp = {lv.dp: lv for lv in sorted(levels, key=lambda lv: -lv.accumulation)}
+    curve = scaling_curve(levels)
+    by_dp = {lv.dp: lv for lv in sorted(curve, key=lambda lv: -lv.accumulation)}
     pair = sharpest_drop({dp: lv.efficiency for dp, lv in by_dp.items()})
     if pair is None:
         return
@@ -311,10 +310,11 @@ def _differ(a: tuple[float, float] | None, b: tuple[float, float] | None) -> boo
 
 def _about_accumulation(levels: Sequence[LevelResult]) -> Iterator[Finding]:
     """Compares splits of one global batch into micro-batch and accumulation at equal dp."""
-    groups: dict[tuple[int, int], list[LevelResult]] = {}
+    groups: dict[tuple[int, int, str], list[LevelResult]] = {}
     for level in levels:
-        groups.setdefault((level.dp, level.global_batch), []).append(level)
-    for (dp, total), members in groups.items():
+        groups.setdefault((level.dp, level.global_batch, level.placement), []).append(level)
+    for (dp, total, placement), members in groups.items():
+        where = f"dp {dp}{' spread over nodes' if placement == 'spread' else ''}"
         timed = [lv for lv in members if lv.step_ms is not None]
         if len({lv.accumulation for lv in timed}) < 2:
             continue
@@ -325,15 +325,45 @@ def _about_accumulation(levels: Sequence[LevelResult]) -> Iterator[Finding]:
             f"{units.ms(per_sample[best.id])} and {units.ms(per_sample[worst.id])} ms a sample"
         )
         message = (
-            f"At dp {dp} and global batch {total}, micro-batch {best.micro_batch} x "
+            f"At {where} and global batch {total}, micro-batch {best.micro_batch} x "
             f"accumulation {best.accumulation} is the cheapest split; {worst.micro_batch} x "
             f"{worst.accumulation} costs "
             f"{units.percent(per_sample[worst.id] / per_sample[best.id] - 1, 0)} more per sample."
         )
         if not _differ(_per_sample(best), _per_sample(worst)):
             message = (
-                f"At dp {dp} and global batch {total}, splits into micro-batch and accumulation "
+                f"At {where} and global batch {total}, splits into micro-batch and accumulation "
                 "show no measurable difference per sample."
             )
             evidence += "; their intervals overlap"
         yield Finding(id="accumulation-cost", severity="info", message=message, evidence=evidence)
+
+
+def _about_crossing(levels: Sequence[LevelResult]) -> Iterator[Finding]:
+    """Says what crossing nodes costs where a level was measured packed and spread."""
+    for level in levels:
+        packed = packed_twin(level, levels)
+        if packed is None or level.crossing_ms is None:
+            continue
+        interval = level.crossing_ci95_ms
+        where = f"dp {level.dp}"
+        if sum(lv.dp == level.dp and lv.placement == "spread" for lv in levels) > 1:
+            where += f" with micro-batch {level.micro_batch} x accumulation {level.accumulation}"
+        message = f"Crossing nodes makes no measurable difference at {where}."
+        if interval is None or not interval[0] <= 0 <= interval[1]:
+            faster = level.crossing_ms < 0
+            message = (
+                f"Crossing nodes {'saves' if faster else 'costs'} "
+                f"{units.ms(abs(level.crossing_ms))} ms a step "
+                f"({units.percent(abs(level.crossing_fraction or 0.0))} of it) at {where}."
+            )
+        transfers = [lv.breakdown_ms["exposed_transfer"] for lv in (packed, level)]
+        evidence = (
+            f"plain step on {packed.nodes} node{'s' if packed.nodes > 1 else ''} "
+            f"{units.ms(packed.step_ms.median if packed.step_ms else None)} ms, on {level.nodes} "
+            f"{units.ms(level.step_ms.median if level.step_ms else None)} ms; exposed transfer "
+            f"{units.ms(transfers[0])} and {units.ms(transfers[1])} ms"
+        )
+        if interval is not None:
+            evidence += f"; interval {units.ms(interval[0])} to {units.ms(interval[1])} ms"
+        yield Finding(id="node-crossing", severity="info", message=message, evidence=evidence)

@@ -144,6 +144,8 @@ class LevelResult:
     ``straggler`` is the first of ``stragglers``, which are sorted by what they cost; times of
     two ranks may be apart by ``clock_uncertainty_ms`` that are told as equal (0 on one host,
     None where their clocks cannot be compared).
+    ``crossing_ms`` is what a plain step of a level spread over nodes takes more than that of
+    the packed level of the same setting, with its interval and its share of the step.
     """
 
     id: str
@@ -181,6 +183,9 @@ class LevelResult:
     stragglers: tuple[Straggler, ...]
     ranks: tuple[RankResult, ...]
     notes: tuple[str, ...]
+    crossing_ms: float | None = None
+    crossing_ci95_ms: tuple[float, float] | None = None
+    crossing_fraction: float | None = None
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,25 @@ def repetition_interval(medians: Floats, center: float) -> tuple[float, float]:
     return center * float(np.exp(-half)), center * float(np.exp(half))
 
 
+def difference(a: Distribution, b: Distribution) -> tuple[float, tuple[float, float] | None]:
+    """Returns the median of ``a`` less that of ``b``, and its 95 % interval.
+
+    The interval is put together from those of the two medians, taken as independent, so its
+    unit is theirs (MOVER; Zou and Donner, Statistics in Medicine 27, 2008); None where one
+    of them has none.
+
+    >>> a, b = Distribution(9, 9, 8, 10, (6, 12)), Distribution(5, 5, 4, 6, (1, 9))
+    >>> difference(a, b)
+    (4, (-1.0, 9.0))
+    """
+    gap = a.median - b.median
+    if a.ci95 is None or b.ci95 is None:
+        return gap, None
+    below = np.hypot(a.median - a.ci95[0], b.ci95[1] - b.median)
+    above = np.hypot(a.ci95[1] - a.median, b.median - b.ci95[0])
+    return gap, (float(gap - below), float(gap + above))
+
+
 def block_bootstrap(
     values: Floats, statistic: Callable[[Floats], Floats], block: int | None = None
 ) -> tuple[float, float] | None:

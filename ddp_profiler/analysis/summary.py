@@ -14,6 +14,7 @@ from ddp_profiler import units
 from ddp_profiler.analysis import allreduce, model, statistics
 from ddp_profiler.analysis.clocks import ClockOffset, CommonClock, offsets
 from ddp_profiler.analysis.findings import find
+from ddp_profiler.analysis.link import Link, link_of
 from ddp_profiler.analysis.machine import explain
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.parts import (
@@ -25,6 +26,7 @@ from ddp_profiler.analysis.parts import (
     ready_times,
     split_exposed,
 )
+from ddp_profiler.analysis.placement import with_crossing
 from ddp_profiler.analysis.results import (
     BatchCheck,
     Communication,
@@ -66,7 +68,7 @@ def summarize_run(
         _measured(clock, index, level, facts.get(level.id), columns_by_rank)
         for index, level in enumerate(info.levels)
     ]
-    levels = tuple(_level(info, m, measured) for m in measured)
+    levels = with_crossing([_level(info, m, measured) for m in measured])
     missing = sorted(set(range(info.world_size)) - set(columns_by_rank))
     partial = info.status != "complete" or bool(missing) or bool(incomplete)
     notes = [f"Rank {f.rank} failed in {f.phase}: {f.message}" for f in info.failures]
@@ -367,7 +369,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         breakdown_ms=_mean_breakdown(measured.breakdowns),
         comm=_communication(measured.instrumented, level, facts),
         # Its time is that of the last rank to enter it, which may be the one that is missing.
-        allreduce=allreduce.isolated(measured.columns, measured.index, level.dp)
+        allreduce=allreduce.isolated(measured.columns, measured.index, level.dp, _link(info, facts))
         if len(measured.columns) == level.dp
         else None,
         batch_check=_batch_check(level, observed, micro_steps, facts, _declared(info, level)),
@@ -424,6 +426,15 @@ def _subset_note(measured: _Measured) -> list[str]:
         f"Figures are means over {units.ranks(there)} of this level's {level.dp}; AllReduce in "
         "isolation is left out, since it needs all ranks."
     ]
+
+
+def _link(info: RunInfo, facts: LevelFacts | None) -> Link | None:
+    declared = info.settings.get("link_gbps")
+    return link_of(
+        facts.link if facts else None,
+        {place.rank: place for place in info.ranks},
+        declared if isinstance(declared, (int, float)) else None,
+    )
 
 
 def _declared(info: RunInfo, level: LevelSettings) -> int | None:

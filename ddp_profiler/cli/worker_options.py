@@ -11,6 +11,7 @@ from ddp_profiler.config import (
     BACKENDS,
     DEFAULT_MICRO_BATCH,
     DEFAULT_MODEL,
+    PLACEMENTS,
     PRECISIONS,
     SCALINGS,
     StudyConfig,
@@ -65,6 +66,15 @@ _defaults = StudyConfig()
     callback=_numbers,
     show_default=True,
     help="Data-parallel sizes to measure, such as 1,2,8; all: powers of two and the world size.",
+)
+@click.option(
+    "--placement",
+    default=_defaults.placement,
+    show_default=True,
+    metavar="|".join(PLACEMENTS),
+    help="On several nodes, ranks of a dp below the world size: packed on as few nodes as "
+    "possible, spread over as many as possible, or a level of each, which tells what crossing "
+    "nodes costs.",
 )
 @click.option(
     "--accumulate",
@@ -137,6 +147,12 @@ _defaults = StudyConfig()
     default=_defaults.allreduce_max_mb,
     show_default=True,
     help="Largest message of the AllReduce sweep in isolation; 0 leaves the sweep out.",
+)
+@click.option(
+    "--link-gbps",
+    type=float,
+    help="Rate of the links between nodes in Gbit/s, from their data sheet, for the ring bound. "
+    "Default: measured.",
 )
 @click.option(
     "--backend",

@@ -13,11 +13,11 @@ from ddp_profiler.schema import SpanKind
 SWEEP_BYTES = tuple(4096 * 4**k for k in range(8))
 """4 KiB to 64 MiB, in steps of 4."""
 
-_WARMUP = 2
-_MIN_REPETITIONS = 3
+_MIN_REPETITIONS = 5
+"""Now and then one on a slow link takes 5 % longer: the median of fewer would follow it."""
 _MAX_REPETITIONS = 20
 _BUDGET_S = 0.5
-"""Time for one size; a size that takes longer is measured the minimum number of times."""
+"""Time for one size, or all buckets; what takes longer is measured the least number of times."""
 _SKIP_ABOVE_S = 4.0
 """Sizes at which a single AllReduce would take longer are left out."""
 
@@ -48,27 +48,30 @@ class IsolatedAllReduce:
             slowest = self._size(nbytes)
         self._recorder.flush()
 
-    def buckets(self, sizes: tuple[int, ...], repetitions: int = 5) -> None:
+    def buckets(self, sizes: tuple[int, ...]) -> None:
         """Times buckets of the given sizes in bytes, one after the other, some times over."""
         buffers = [torch.zeros(max(1, nbytes // 4), device=self._device) for nbytes in sizes]
-        for repetition in range(-1, repetitions):
+        seconds = self._agreed(sum(self._one(buffer, None) for buffer in buffers))
+        for _ in range(_repetitions(seconds)):
             for index, buffer in enumerate(buffers):
-                self._one(buffer, index if repetition >= 0 else None)
+                self._one(buffer, index)
         self._recorder.flush()
 
     def _size(self, nbytes: int) -> float:
         """Times one size and returns its time in s, the same on all ranks."""
         buffer = torch.zeros(nbytes // 4, device=self._device)
-        for _ in range(_WARMUP):
-            seconds = self._one(buffer, None)
-        # All ranks must do equally many: the slowest decides.
-        agreed = torch.tensor([seconds], dtype=torch.float64, device=self._device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._group)
-        seconds = float(agreed)
-        count = int(_BUDGET_S / max(seconds, 1e-9))
-        for index in range(min(_MAX_REPETITIONS, max(_MIN_REPETITIONS, count))):
+        seconds = self._agreed(self._one(buffer, None))
+        if seconds < _BUDGET_S:  # else one is warm-up enough
+            seconds = self._agreed(self._one(buffer, None))
+        for index in range(_repetitions(seconds)):
             self._one(buffer, index)
         return seconds
+
+    def _agreed(self, seconds: float) -> float:
+        """Returns the time of the slowest rank: all ranks must do equally many."""
+        agreed = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._group)
+        return float(agreed)
 
     def _one(self, buffer: torch.Tensor, index: int | None) -> float:
         """Reduces a buffer and waits for it; records it where it has an index."""
@@ -80,3 +83,9 @@ class IsolatedAllReduce:
             return (timeline.time_ns(end) - timeline.time_ns(begin)) / 1e9
         recorder.span(SpanKind.ALLREDUCE, begin, end, index=index, nbytes=buffer.nbytes)
         return 0.0
+
+
+def _repetitions(seconds: float) -> int:
+    """Returns how often to measure what takes this long once."""
+    count = int(_BUDGET_S / max(seconds, 1e-9))
+    return min(_MAX_REPETITIONS, max(_MIN_REPETITIONS, count))

@@ -100,6 +100,8 @@ class Session:
             raise _explain_start(error, timeout_s) from error
         store = dist.distributed_c10d._get_default_store()
         self.store: Any = dist.PrefixStore("ddp_profiler", store)  # type: ignore[attr-defined]
+        self.places: tuple[RankPlace, ...] = ()
+        """Where each rank runs; empty before :meth:`gather_places`."""
 
     @property
     def rank(self) -> int:
@@ -148,7 +150,7 @@ class Session:
         self.store.add(heartbeat, 1)
 
     def gather_places(self, clock_domain: str) -> tuple[RankPlace, ...]:
-        """Tells every rank where each rank runs.
+        """Tells every rank where each rank runs, and keeps it in ``places``.
 
         Args:
             clock_domain: Equal for ranks that read the same monotonic clock.
@@ -166,7 +168,7 @@ class Session:
         self.publish(f"place/{topology.rank}", own)
         entries = [self.learn(f"place/{rank}") for rank in range(topology.world_size)]
         nodes: dict[tuple[str, str], int] = {}
-        return tuple(
+        self.places = tuple(
             RankPlace(
                 rank=entry["rank"],
                 local_rank=entry["local_rank"],
@@ -178,6 +180,7 @@ class Session:
             )
             for entry in entries
         )
+        return self.places
 
     def make_groups(self, levels: tuple[LevelSettings, ...]) -> dict[tuple[int, ...], Any]:
         """Makes a process group for each set of ranks; all ranks must call it alike."""

@@ -22,12 +22,20 @@ from ddp_profiler.measure.clock import (
 )
 from ddp_profiler.measure.clock_sync import ClockSync
 from ddp_profiler.measure.flops import count_flops, measure_peak_flops
+from ddp_profiler.measure.link import LinkProbe, neighbours
 from ddp_profiler.measure.loop import PRECISION_DTYPES, LevelRun, block_plan
 from ddp_profiler.measure.machine import MachineWatch
 from ddp_profiler.measure.marks import Columns, Recorder
 from ddp_profiler.measure.nvidia import open_gpu
 from ddp_profiler.measure.session import Session
-from ddp_profiler.schema import ClockReading, LevelFacts, LevelSettings, MachineUse, Variant
+from ddp_profiler.schema import (
+    ClockReading,
+    LevelFacts,
+    LevelSettings,
+    LinkStreams,
+    MachineUse,
+    Variant,
+)
 from ddp_profiler.workload import Workload, build
 from ddp_profiler.workload.plant import Planter, parse_plants
 
@@ -230,10 +238,24 @@ class Study:
             isolated.sweep(config.allreduce_max_mb * 2**20)
             recorder.begin_block(index, repetition, len(plan) + 1, Variant.BUCKETS)
             isolated.buckets(facts.bucket_bytes or ())
+            if repetition == 0:
+                session.beat(heartbeat)
+                phase.name = f"level {level.id}, rate of the link"
+                facts = replace(facts, link=self._link(level, group))
         block_ended()
         if leads:
             self._progress.level_ends()
         return facts
+
+    def _link(self, level: LevelSettings, group: Any) -> LinkStreams:
+        """Measures a link of the level's ring."""
+        session = self._session
+        nodes = {place.rank: place.node for place in session.places}
+        pair = neighbours(level.ranks, nodes)
+        timeline = self._recorder.timeline
+        return LinkProbe(
+            group, level.ranks, pair, session.rank, session.device.device, timeline
+        ).measure()
 
     def _flops(self, workload: Workload) -> tuple[int | None, float | None]:
         """Returns FLOPs of a sample and the device's peak rate; found out once."""

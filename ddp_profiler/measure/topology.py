@@ -1,14 +1,14 @@
-"""Which rank this process is, from the variables that torchrun sets."""
+"""Which rank this process is, and which ranks make up the levels of a study."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ddp_profiler.batch import Batch, solve
 from ddp_profiler.config import DEFAULT_MICRO_BATCH, MAX_ACCUMULATION, StudyConfig
 from ddp_profiler.errors import UsageError
-from ddp_profiler.schema import LevelSettings
+from ddp_profiler.schema import LevelSettings, RankPlace
 
 _REMEDY = "Start it with torchrun, which sets these variables, or unset them for dp = 1."
 
@@ -90,10 +90,9 @@ def default_dp(world_size: int) -> tuple[int, ...]:
 
 
 def plan_levels(config: StudyConfig, world_size: int) -> tuple[LevelSettings, ...]:
-    """Plans the levels of a study: each dp with each accumulation.
+    """Plans the levels of a study before ranks meet: each dp with each accumulation.
 
-    A level at dp = n runs on ranks 0..n-1: torchrun numbers ranks node by node, so
-    that is the placement that uses the fewest nodes.
+    A level at dp = n is put on ranks 0..n-1; :func:`place_levels` has the last word.
 
     Raises:
         UsageError: A dp is larger than the world, or no whole numbers make the global batch.
@@ -125,6 +124,43 @@ def plan_levels(config: StudyConfig, world_size: int) -> tuple[LevelSettings, ..
         )
         for batch in batches
     )
+
+
+def place_levels(
+    levels: Sequence[LevelSettings], places: Sequence[RankPlace], placement: str
+) -> tuple[LevelSettings, ...]:
+    """Puts planned levels on ranks, once it is known which rank is on which node.
+
+    A packed level fills node after node. A spread level takes one rank of each node in turn;
+    it exists only where it uses more nodes than the packed one, so never at dp = 1 nor at the
+    world size. Ranks are in ascending order, as torch orders a group; since torchrun numbers
+    them node by node, a ring crosses each boundary between nodes once.
+
+    Args:
+        levels: As :func:`plan_levels` returns them.
+        places: Where each rank runs, the same on all ranks.
+        placement: ``packed``, ``spread`` or ``both``.
+
+    Returns:
+        The levels, each spread one behind the packed one of the same setting.
+    """
+    nodes = {place.rank: place.node for place in places}
+    by_node: dict[int, list[int]] = {}
+    for rank in sorted(nodes):
+        by_node.setdefault(nodes[rank], []).append(rank)
+    packed = [rank for node in sorted(by_node) for rank in by_node[node]]
+    turns = {rank: turn for members in by_node.values() for turn, rank in enumerate(members)}
+    spread = sorted(packed, key=lambda rank: (turns[rank], nodes[rank]))
+    placed = []
+    for level in levels:
+        close, wide = (tuple(sorted(order[: level.dp])) for order in (packed, spread))
+        wider = len({nodes[rank] for rank in wide}) > len({nodes[rank] for rank in close})
+        if not wider or placement != "spread":
+            placed.append(replace(level, ranks=close, placement="packed"))
+        if wider and placement != "packed":
+            name = f"{level.id}-spread"
+            placed.append(replace(level, id=name, ranks=wide, placement="spread"))
+    return tuple(placed)
 
 
 def _plan_batches(config: StudyConfig, sizes: tuple[int, ...]) -> list[Batch]:

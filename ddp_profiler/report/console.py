@@ -202,6 +202,8 @@ def _rows(levels: Sequence[LevelResult]) -> list[_Row]:
         row("  gradient error", _gradient_error)
     row("plain step (median)", lambda v: units.ms(v.step_ms.median if v.step_ms else None), "bold")
     row("  95 % interval", _interval)
+    if any(level.crossing_ms is not None for level in levels):
+        row("  of it crossing nodes", _crossing)
     row("samples/s", lambda v: units.rate(v.samples_per_s))
     if any(level.efficiency is not None for level in levels):
         row("speedup / efficiency", _efficiency)
@@ -226,6 +228,12 @@ def _rows(levels: Sequence[LevelResult]) -> list[_Row]:
     row("gradients reduced", lambda v: units.nbytes(v.comm.gradient_bytes))
     if any(level.allreduce for level in levels):
         row("buckets alone, one by one", _buckets_alone)
+        for name in _link_names(levels):
+            row(f"ring bound ({name})", lambda v, name=name: _ring_bound(v, name))  # type: ignore[misc]
+        if _link_names(levels):
+            row("  link's rate", _link_rate)
+            if any(_declared_link(level) for level in levels):
+                row("  source of the rate", _link_source)
         row("AllReduce busbw, best", _best_busbw)
     row("cost of measuring", lambda v: _overhead(v)[0])
     row("  95 % interval", lambda v: _overhead(v)[1])
@@ -271,6 +279,39 @@ def _buckets_alone(level: LevelResult) -> str:
     return units.ms(level.allreduce.buckets_total_ms if level.allreduce else None)
 
 
+def _link_names(levels: Sequence[LevelResult]) -> list[str]:
+    """Returns the names of the levels' links, each once."""
+    links = (level.allreduce.link for level in levels if level.allreduce)
+    return list(dict.fromkeys(link.name for link in links if link))
+
+
+def _ring_bound(level: LevelResult, name: str) -> str:
+    result = level.allreduce
+    if result is None or result.link is None or result.link.name != name:
+        return units.NOTHING
+    return units.ms(result.buckets_ring_bound_ms)
+
+
+def _link_rate(level: LevelResult) -> str:
+    link = level.allreduce.link if level.allreduce else None
+    return f"{_three_digits(link.gbit_per_s)} Gbit/s" if link else units.NOTHING
+
+
+def _three_digits(value: float) -> str:
+    digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f}"
+
+
+def _declared_link(level: LevelResult) -> bool:
+    link = level.allreduce.link if level.allreduce else None
+    return link is not None and link.source == "declared"
+
+
+def _link_source(level: LevelResult) -> str:
+    link = level.allreduce.link if level.allreduce else None
+    return link.source if link else units.NOTHING
+
+
 def _best_busbw(level: LevelResult) -> str:
     if level.allreduce is None:
         return units.NOTHING
@@ -308,6 +349,16 @@ def _interval(level: LevelResult) -> str:
         return units.NOTHING
     low, high = level.step_ms.ci95
     return f"{units.ms(low)}..{units.ms(high)}"
+
+
+def _crossing(level: LevelResult) -> str:
+    """Returns the price of crossing nodes and its share of the step."""
+    if level.crossing_ms is None or level.crossing_fraction is None:
+        return units.NOTHING
+    interval = level.crossing_ci95_ms
+    if interval is not None and interval[0] <= 0 <= interval[1]:
+        return "not measurable"
+    return f"{units.ms(level.crossing_ms)} {level.crossing_fraction * 100:4.0f}%"
 
 
 def _part(level: LevelResult, part: str) -> str:

@@ -22,12 +22,15 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from ddp_profiler import units
 from ddp_profiler.analysis.allreduce import AllReduceResult, AllReduceSize
 from ddp_profiler.analysis.parts import PARTS
+from ddp_profiler.analysis.placement import largest, scaling_curve
 from ddp_profiler.analysis.results import LevelResult, Summary
 from ddp_profiler.record import paths
 
 __all__ = ["allreduce", "batch_split", "save_all", "scaling", "step_parts", "waterfall"]
 
 _DPI = 130
+_FAR_ABOVE = 3.0
+"""A bound that is further above the curves than this would press them flat."""
 
 # Okabe-Ito colours; neighbours differ in lightness or hatch, so that grey tells them too.
 _PART_STYLES: dict[str, tuple[str, str]] = {
@@ -106,7 +109,7 @@ def step_parts(summary: Summary) -> Figure | None:
 
 
 def _parts_title(levels: Sequence[LevelResult]) -> str:
-    level = max(levels, key=lambda lv: lv.dp)
+    level = largest(levels) or levels[0]
     parts = {p: v for p in PARTS if (v := _known(level.breakdown_ms.get(p))) is not None}
     if not parts or level.instrumented_step_ms is None:
         return "Where the step time goes"
@@ -130,7 +133,8 @@ def scaling(summary: Summary) -> Figure | None:
     """Draws throughput in samples/s against the ideal line, and efficiency, over dp.
 
     Levels that differ in dp alone make a line: those of equal micro-batch and accumulation
-    (weak scaling), or of equal global batch and micro-batch or accumulation (strong).
+    (weak scaling), or of equal global batch and micro-batch or accumulation (strong). Levels
+    packed on few nodes and levels spread over many are never on one line.
     Levels without an efficiency are left out. None where no level beyond dp = 1 has one.
     """
     points = {
@@ -199,7 +203,8 @@ def scaling(summary: Summary) -> Figure | None:
 
 def _scaling_title(points: Sequence[_Scaled]) -> str:
     dp = max(point.level.dp for point in points)
-    last = [point for point in points if point.level.dp == dp]
+    curve = [level.id for level in scaling_curve([point.level for point in points])]
+    last = [point for point in points if point.level.dp == dp and point.level.id in curve]
     low, high = (f(last, key=lambda p: p.efficiency) for f in (min, max))
     if low is high:
         return (
@@ -246,18 +251,20 @@ def waterfall(summary: Summary) -> Figure | None:
 
     Each term is a bar that begins where the last one ended. Where the terms are small beside
     the step, the axis begins above 0 and the bars of the totals show a gap. A term that is
-    not known is named, and no bar is drawn. Of several levels at the largest dp, the first.
+    not known is named, and no bar is drawn. Of several levels at the largest dp, the first
+    packed one.
     """
     complete = [
-        (level, level.waterfall_ms)
+        level
         for level in summary.levels
         if level.waterfall_ms
         and _known(level.waterfall_ms.get("bare")) is not None
         and _known(level.waterfall_ms.get("measured")) is not None
     ]
-    if not complete:
+    level = largest(complete)
+    if level is None or level.waterfall_ms is None:
         return None
-    level, terms = max(complete, key=lambda item: item[0].dp)
+    terms = level.waterfall_ms
     figure = _figure(max(6.0, 0.9 + 0.66 * len(terms)), 4.6)
     axes = figure.add_subplot()
     reached, last = 0.0, None
@@ -372,8 +379,9 @@ def allreduce(summary: Summary) -> Figure | None:
     """Draws the bus bandwidth of AllReduce in isolation over message size, a line per dp.
 
     The band holds the 10th to 90th percentile of the times, as bandwidths. Large hollow
-    markers are the model's buckets. Of several levels of equal dp and placement, which
-    repeat the same measurement, the first is drawn.
+    markers are the model's buckets, horizontal lines the rates of the links, which bound a
+    ring; one that is far above all that was reached is named only. Of several levels of
+    equal dp and placement, which repeat the same measurement, the first is drawn.
     """
     groups: dict[tuple[int, str], tuple[LevelResult, AllReduceResult]] = {}
     repeated = False
@@ -440,8 +448,9 @@ def allreduce(summary: Summary) -> Figure | None:
     axes.set_ylabel("bus bandwidth, GB/s")
     axes.set_ylim(0, tallest * 1.08)
     axes.grid(axis="y", color="0.9", linewidth=0.6)
+    bounds = _draw_bounds(axes, [result for _, result in groups.values()], tallest)
     _label_ends(axes, ends)
-    _allreduce_key(axes, banded=banded, bucketed=bucketed)
+    _allreduce_key(axes, banded=banded, bucketed=bucketed, bounds=bounds)
     shown = best if len(best) <= 3 else [best[0], best[-1]]
     _title(figure, f"AllReduce in isolation reaches {', '.join(shown)}")
     return figure
@@ -459,8 +468,28 @@ def _busbw_band(size: AllReduceSize) -> tuple[float, float] | None:
     return amount / size.p90_ms, amount / size.p10_ms
 
 
-def _allreduce_key(axes: Axes, *, banded: bool, bucketed: bool) -> None:
-    keys: list[Line2D | Patch] = []
+def _draw_bounds(axes: Axes, results: Sequence[AllReduceResult], tallest: float) -> list[Line2D]:
+    """Draws the links' rates in GB/s, in the lines' order, and returns their keys."""
+    keys, known = [], set()
+    for number, result in enumerate(results):
+        link = result.link
+        if link is None or _known(link.gbit_per_s) is None or link.name in known:
+            continue
+        known.add(link.name)
+        rate = link.gbit_per_s / 8
+        name = f"ring bound, {_literal(link.name)}: {_short(rate)} GB/s"
+        color = _line_style(number)["color"]
+        if rate > _FAR_ABOVE * tallest:
+            keys.append(Line2D([], [], linestyle="none", label=f"{name} (above)"))
+            continue
+        axes.axhline(rate, color=color, linestyle=(0, (1, 1.5)), linewidth=1.4, label=name)
+        axes.set_ylim(0, max(axes.get_ylim()[1], rate * 1.08))
+        keys.append(Line2D([], [], color=color, linestyle=(0, (1, 1.5)), label=name))
+    return keys
+
+
+def _allreduce_key(axes: Axes, *, banded: bool, bucketed: bool, bounds: Sequence[Line2D]) -> None:
+    keys: list[Line2D | Patch] = list(bounds)
     if bucketed:
         keys.append(
             Line2D(

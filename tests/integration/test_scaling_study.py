@@ -146,6 +146,16 @@ def test_allreduce_in_isolation(study):
         assert size["busbw_gb_per_s"] == pytest.approx(size["algbw_gb_per_s"])
         assert size["algbw_gb_per_s"] == pytest.approx(size["bytes"] / size["time_ms"] / 1e6)
     assert [b["bytes"] for b in found["buckets"]] == [4 * 65536 * 4]
+    link = found["link"]
+    assert (link["name"], link["kind"], link["source"], link["ranks"]) == (
+        "within node0",
+        "within_node",
+        "measured",
+        [0, 1],
+    )
+    for size in (*found["sizes"], *found["buckets"]):
+        bound_ms = size["bytes"] * 8 / (link["gbit_per_s"] * 1e9) * 1e3
+        assert size["ring_bound_ms"] == pytest.approx(bound_ms)
     assert done.level("dp1")["allreduce"] is None
 
 

@@ -46,6 +46,23 @@ def test_exposed_transfer_is_what_the_link_dictates(measured):
     assert levels[2]["allreduce"]["buckets"][0]["time_ms"] == pytest.approx(bound_ms, rel=0.15)
 
 
+def test_the_ring_bound_stands_beside_the_measured_time(measured):
+    stream_gbit, levels = measured
+    found = levels[2]["allreduce"]
+    link = found["link"]
+    assert (link["name"], link["kind"], link["source"], link["ranks"]) == (
+        "node0-node1",
+        "between_nodes",
+        "measured",
+        [0, 1],
+    )
+    assert link["gbit_per_s"] == pytest.approx(stream_gbit, rel=0.05)
+    bound_ms = BUCKET * 8 / (stream_gbit * 1e9) * 1e3
+    for bound in (found["buckets"][0]["ring_bound_ms"], found["buckets_ring_bound_ms"]):
+        assert bound == pytest.approx(bound_ms, rel=0.05)
+    assert levels[1]["allreduce"] is None
+
+
 def test_other_terms_stay_what_they_were(measured):
     _, levels = measured
     falls = levels[2]["waterfall_ms"]

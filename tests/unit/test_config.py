@@ -33,6 +33,9 @@ def test_defaults_are_valid_and_frozen():
         ({"timeout_s": 0.0}, "--timeout 0"),
         ({"precision": "fp8"}, "--precision fp8"),
         ({"backend": "mpi"}, "--backend mpi"),
+        ({"placement": "wide"}, "--placement wide"),
+        ({"link_gbps": 0.0}, "--link-gbps 0"),
+        ({"link_gbps": -1.0}, "--link-gbps -1"),
     ],
 )
 def test_refused(settings, words):
@@ -57,6 +60,8 @@ def test_refused(settings, words):
         {"timeout_s": 0.5},
         {"precision": "bf16"},
         {"backend": "gloo"},
+        {"placement": "spread"},
+        {"link_gbps": 0.001},
     ],
 )
 def test_just_allowed(settings):
@@ -64,7 +69,7 @@ def test_just_allowed(settings):
     assert {name: getattr(config, name) for name in settings} == settings
 
 
-@pytest.mark.parametrize("name", ["bucket_cap_mb", "timeout_s"])
+@pytest.mark.parametrize("name", ["bucket_cap_mb", "timeout_s", "link_gbps"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_only_finite_numbers(name, value):
     with pytest.raises(UsageError):

@@ -8,6 +8,7 @@ import pytest
 
 from ddp_profiler.analysis import results
 from ddp_profiler.analysis.allreduce import AllReduceResult, AllReduceSize
+from ddp_profiler.analysis.link import Link
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.scaling import Pop
@@ -15,6 +16,7 @@ from ddp_profiler.schema import (
     SCHEMA_VERSION,
     SPAN_COLUMNS,
     GpuUse,
+    LinkStreams,
     MachineUse,
     RunInfo,
     SpanKind,
@@ -47,9 +49,9 @@ def test_metrics():
     figures |= {"allreduce", "gradient_ready", "costs_ms"}
     figures |= {"straggler", "stragglers", "clock_uncertainty_ms"}
     kinds = (results.Communication, results.BatchCheck, results.Overhead, results.Straggler)
-    for kind in kinds:
-        figures |= fields(kind)
-    for kind in (results.Communication, results.BatchCheck, results.Overhead, MachineUse):
+    figures |= {"crossing_ms", "crossing_ci95_ms", "crossing_fraction"}
+    figures |= {"link", "ring_bound_ms", "buckets_ring_bound_ms", *fields(Link)}
+    for kind in (*kinds, MachineUse):
         figures |= fields(kind) - {"rank"}
     assert figures - words("metrics.md") == set()
 
@@ -74,6 +76,8 @@ def test_metrics():
         results.Straggler,
         AllReduceResult,
         AllReduceSize,
+        Link,
+        LinkStreams,
         StepCosts,
         Pop,
     ],
