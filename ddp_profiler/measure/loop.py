@@ -162,6 +162,9 @@ class LevelRun:
         if steps:
             micro_steps = steps * self.level.accumulation
             self._micro_step_s = (time.monotonic() - started) / micro_steps
+        # DDP broadcasts buffers in the forward after a sync micro-step. A baseline block must not
+        # take that away from the first step of the block after it.
+        self.ddp.require_forward_param_sync = True
         self.adapter.detach()
         for hook in hooks:
             hook.remove()

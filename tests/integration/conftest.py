@@ -25,6 +25,10 @@ class Finished:
     def summary(self):
         return json.loads((self.folder / "summary.json").read_text())
 
+    @property
+    def run_info(self):
+        return json.loads((self.folder / "run.json").read_text())
+
     def level(self, name):
         return next(level for level in self.summary["levels"] if level["id"] == name)
 
