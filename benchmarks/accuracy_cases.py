@@ -16,7 +16,7 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -702,6 +702,142 @@ class NoSync(Experiment):
         return rows
 
 
+class Modules(Experiment):
+    """Collectives that are no gradients."""
+
+    name = "modules"
+    title = "Collectives inside forward and backward"
+    text = (
+        "Buffers: 4 layers of 500,000 fp32 buffer elements, broadcast before forward on a link of "
+        "500 Mbit/s, and the batch norms of the built-in convnet, with rank 0 late by 40 ms before "
+        "it broadcasts. Synchronised batch norm: a stand-in that reduces in forward and in "
+        "backward (torch's own needs a GPU), with rank 1 late by 15 and 25 ms there. The truth is "
+        "the other rank's time in the collective. Gradients must stay one collective a bucket."
+    )
+    _BUFFER_BYTES = 4 * 500_000 * 4
+
+    def cases(self, *, quick: bool) -> list[Case]:
+        """Three kinds, some runs of each."""
+        kinds = ("buffers", "batch norm", "synchronised")
+        return [{"kind": kind, "run": run} for run in range(1 if quick else 3) for kind in kinds]
+
+    def measure(self, case: Case) -> Figures:
+        """Runs one study."""
+        options = ["--dp", "2", "--steps", "10"]
+        stream = None
+        with ExitStack() as stack:
+            if case["kind"] == "buffers":
+                lab = stack.enter_context(lab_tool.Lab(nodes=2, rate_mbit=500))
+                stream = stream_gbit(lab)
+                options += ["--model", "timed:layers=4,parameters=4096,buffers=500000"]
+                run = stack.enter_context(lab_study(lab, *options))
+            else:
+                if case["kind"] == "batch norm":
+                    options += ["--model", "convnet", "--plant", "part=data,ms=40,rank=0"]
+                else:
+                    norm = "tests.integration.sync_norm:make:rank=1,forward_ms=15,backward_ms=25"
+                    options += ["--model", norm]
+                run = stack.enter_context(study(2, *options))
+            level = run.level(dp=2)
+        return {
+            "stream_gbit": stream,
+            "ranks": [rank["breakdown_ms"] for rank in level["ranks"]],
+            "comm": level["comm"],
+        }
+
+    def rows(self, measured: Sequence[tuple[Case, Figures]]) -> list[Row]:
+        """The collective's time beside what was planted."""
+        rows = []
+        for case, figures in measured:
+            early, late = (
+                (figures["ranks"][1], figures["ranks"][0])
+                if case["kind"] != "synchronised"
+                else figures["ranks"]
+            )
+            comm = figures["comm"]
+            apart = comm["num_gradient_collectives_per_step"] == comm["num_buckets"]
+            wanted: list[tuple[str, float, float]]
+            if case["kind"] == "buffers":
+                bound = self._BUFFER_BYTES * 8 / (figures["stream_gbit"] * 1e9) * 1e3
+                wanted = [("forward_comm", early["forward_comm"], bound)]
+            elif case["kind"] == "batch norm":
+                wanted = [("forward_comm", early["forward_comm"] - late["forward_comm"], 40.0)]
+            else:
+                wanted = [
+                    (name, early[name] - late[name], truth)
+                    for name, truth in (("forward_comm", 15.0), ("backward_comm", 25.0))
+                ]
+            for name, found, truth in wanted:
+                rows.append(
+                    Row(
+                        f"{case['kind']}, run {case['run'] + 1}: {name}",
+                        f"{truth:.1f} ms",
+                        f"{found:.1f} ms; gradients {'apart' if apart else 'mixed in'}",
+                        f"{found - truth:+.1f} ms",
+                        f"5 % + 1 ms: {0.05 * truth + 1:.1f}",
+                        apart and _within(found, truth, 0.05, 1.0),
+                    )
+                )
+        return rows
+
+
+class CrossCheck(Experiment):
+    """Other observers of the same steps."""
+
+    name = "crosscheck"
+    title = "Other observers of the same steps"
+    text = (
+        "`benchmarks/crosscheck.py`: communication in flight against the union of torch.profiler's "
+        "gloo:all_reduce events, and forward and backward against DDP's own logger, at the same "
+        "time in the same steps of 2 ranks. DDP's definitions are others: its forward has no "
+        "inputs and no loss, its backward begins at the end of its forward; so only their sum has "
+        "a goal. Its logger samples, and its times have gaps."
+    )
+
+    def cases(self, *, quick: bool) -> list[Case]:
+        """Equal runs."""
+        return [{"run": run} for run in range(1 if quick else 3)]
+
+    def measure(self, case: Case) -> Figures:
+        """Runs the benchmark."""
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / "figures.json"
+            subprocess.run(
+                [sys.executable, str(ROOT / "benchmarks" / "crosscheck.py"), "--json", str(file)],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                timeout=_TIMEOUT_S,
+                check=True,
+            )
+            return {"result": json.loads(file.read_text())["result"]}
+
+    def rows(self, measured: Sequence[tuple[Case, Figures]]) -> list[Row]:
+        """Ours beside theirs."""
+        rows = []
+        for case, figures in measured:
+            for model in figures["result"]:
+                for figure in model["figures"]:
+                    goal = _CROSS_GOALS.get(figure["name"])
+                    if figure["name"] not in _CROSS_NAMES:
+                        continue
+                    difference = figure["difference_percent"]
+                    rows.append(
+                        Row(
+                            f"run {case['run'] + 1}, {model['model']}: {figure['name']}",
+                            f"{figure['theirs_ms']:.2f} ms",
+                            f"{figure['ours_ms']:.2f} ms",
+                            f"{difference:+.1f} %",
+                            f"{goal} %" if goal else "other definition",
+                            abs(difference) <= goal if goal else None,
+                        )
+                    )
+        return rows
+
+
+_CROSS_GOALS = {"in flight": 5.0, "both": 5.0}
+_CROSS_NAMES = ("in flight", "forward", "backward", "both")
+
+
 EXPERIMENTS: tuple[Experiment, ...] = (
     Links(),
     LateRank(),
@@ -711,6 +847,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Passing(),
     Clocks(),
     NoSync(),
+    Modules(),
+    CrossCheck(),
 )
 
 
