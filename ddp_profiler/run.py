@@ -6,7 +6,9 @@ Every rank runs it. It wires workload, measurement, record and report together.
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -14,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ddp_profiler._version import __version__
 from ddp_profiler.analysis.results import Summary
@@ -24,7 +26,14 @@ from ddp_profiler.errors import EXIT_DONE, CheckFailed, DdpProfilerError, InputE
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure.topology import Topology, plan_levels, read_topology
 from ddp_profiler.record import paths, writer
-from ddp_profiler.schema import SCHEMA_VERSION, Failure, LevelFacts, LevelSettings, RunInfo
+from ddp_profiler.schema import (
+    SCHEMA_VERSION,
+    Failure,
+    LevelFacts,
+    LevelSettings,
+    RankPhase,
+    RunInfo,
+)
 
 NAME = "ddp_profiler.run"
 
@@ -64,6 +73,10 @@ def _complain(error: DdpProfilerError, speaks: bool) -> int:
     return error.exit_code
 
 
+def _say(text: str) -> None:
+    print(f"{NAME}: {text}", file=sys.stderr, flush=True)
+
+
 class _Worker:
     """One rank from its settings to its exit code."""
 
@@ -73,6 +86,7 @@ class _Worker:
         self.levels: tuple[LevelSettings, ...] = ()
         self.folder: Path | None = None
         self.info: RunInfo | None = None
+        self._info_lock = threading.Lock()
 
     def run(self) -> int:
         rank = self.topology.rank
@@ -87,18 +101,20 @@ class _Worker:
                     f"Rank {rank} could not be set up: {_one_line(error)}.",
                     "--debug shows the stack trace.",
                 )
-            return _complain(error, speaks=rank == 0)
+            # Once on each node: the setting or the machine at fault may be one node's own.
+            return _complain(error, speaks=self.topology.local_rank == 0)
         return self._measure(*prepared)
 
     def _prepare(self) -> tuple[Any, Any]:
         """Checks all that can be checked before ranks meet: one clear line, no timing lost."""
-        from ddp_profiler.measure import batches, session, study
+        from ddp_profiler.measure import batches, interfaces, session, study
         from ddp_profiler.workload.plant import parse_plants
 
         parse_plants(self.config.plants)
         device = session.choose_device(
             self.topology, self.config.backend, self.config.threads_per_rank
         )
+        interfaces.find_route(device.backend)
         workload = study.build_workload(self.config, self.levels[0].micro_batch)
         for level in self.levels:
             batches.check_data(workload, level)
@@ -133,36 +149,57 @@ class _Worker:
         )
 
     def _measure(self, device: Any, workload: Any) -> int:
+        from ddp_profiler.aftermath import Aftermath
         from ddp_profiler.measure import study
         from ddp_profiler.measure.leave import leave
 
         phase = study.Phase()
-        failures = _Failures(self.topology.rank)
+        aftermath = Aftermath(self.topology.rank, self._keep_failure, _say)
         try:
-            self._study(device, workload, phase, failures)
+            self._study(device, workload, phase, aftermath)
         except DdpProfilerError as error:
             if self.config.debug:
                 traceback.print_exc()
-            first = self._fail(failures, phase.name, str(error).splitlines()[0])
-            leave(_complain(error, speaks=first))
+            self._give_up(aftermath, phase.name, error.message, error)
         except KeyboardInterrupt:
-            self._fail(failures, phase.name, "interrupted")
+            aftermath.note(phase.name, "interrupted")
+            aftermath.keep_now()
             leave(130)
         except (Exception, SystemExit) as error:
             if self.config.debug:
                 traceback.print_exc()
             message = _one_line(error)
-            first = self._fail(failures, phase.name, message)
             failure = InputError(
                 f"rank {self.topology.rank} failed in {phase.name}: {message}",
                 "--debug shows the stack trace; what was measured before is kept.",
             )
-            leave(_complain(failure, speaks=first))
+            self._give_up(aftermath, phase.name, message, failure)
         if self.folder is not None:
             return _conclude(self.folder, self.config.debug)
         return EXIT_DONE
 
-    def _study(self, device: Any, workload: Any, phase: Any, failures: _Failures) -> None:
+    def _give_up(
+        self, aftermath: Any, phase: str, message: str, error: DdpProfilerError
+    ) -> NoReturn:
+        """Ends this rank after an error; of all ranks' errors the first one is shown."""
+        from ddp_profiler.measure.leave import leave
+
+        topology, host = self.topology, socket.gethostname()
+        first = aftermath.note(phase, message)
+        if not aftermath.met:
+            aftermath.finish()
+            leave(_complain(error, speaks=topology.local_rank == 0))
+        if first.rank == topology.rank:
+            _complain(error, speaks=True)
+        elif first.hostname != host and topology.local_rank == 0:
+            _say(
+                f"rank {topology.rank} on {host} ended in {phase}, after rank {first.rank} on "
+                f"{first.hostname} had failed in {first.phase}: {first.message}"
+            )
+        aftermath.finish()
+        leave(error.exit_code)
+
+    def _study(self, device: Any, workload: Any, phase: Any, aftermath: Any) -> None:
         from ddp_profiler.measure import environment, study
         from ddp_profiler.measure.session import Session
         from ddp_profiler.report.progress import NoProgress, StudyProgress
@@ -170,7 +207,9 @@ class _Worker:
         config, rank = self.config, self.topology.rank
         phase.name = "meeting the other ranks"
         session = Session(self.topology, device, config.timeout_s)
-        failures.store = session.store
+        aftermath.begin(session, phase)
+        phase.name = "starting the process group"
+        session.join()
         if self.info is not None:
             session.publish("run", [str(self.folder), self.info.run_id])
         folder_name, run_id = session.learn("run", tuple[str, str])
@@ -189,12 +228,10 @@ class _Worker:
         session.check_reducible({p.dtype for p in workload.module.parameters() if p.requires_grad})
         if self.info is not None:
             nodes = sorted({place.node for place in places})
-            self.info = replace(
-                self.info,
+            self._update(
                 ranks=places,
                 environment={str(n): session.learn(f"environment/{n}") for n in nodes},
             )
-            writer.write_run_info(folder, self.info)
             print(f"{NAME}: {self._plan_line(workload, device)}", file=sys.stderr)
         del workload
 
@@ -208,15 +245,11 @@ class _Worker:
             stream.close()
         phase.name = "closing"
         session.close()
-        if self.info is not None:
-            self.info = replace(self.info, status="complete")
-            writer.write_run_info(folder, self.info)
+        self._update(status="complete")
 
     def _keep_facts(self, facts: tuple[LevelFacts, ...]) -> None:
         """Writes what is known of the levels so far: a run that dies later can be read."""
-        if self.folder is not None and self.info is not None:
-            self.info = replace(self.info, facts=facts)
-            writer.write_run_info(self.folder, self.info)
+        self._update(facts=facts)
 
     def _plan_line(self, workload: Any, device: Any) -> str:
         size = sum(p.numel() for p in workload.module.parameters() if p.requires_grad)
@@ -226,40 +259,21 @@ class _Worker:
             f"{device.threads} threads a rank; levels: {levels}"
         )
 
-    def _fail(self, failures: _Failures, phase: str, message: str) -> bool:
-        """Keeps the failure in run.json; tells whether it is the first one of all ranks."""
-        known = failures.note(phase, message)
-        if self.folder is not None and self.info is not None:
-            self.info = replace(self.info, status="failed", failures=known)
-            try:
-                writer.write_run_info(self.folder, self.info)
-            except OSError as error:
-                print(f"{NAME}: run.json cannot be written: {error}", file=sys.stderr)
-        return known[0].rank == self.topology.rank
-
-
-class _Failures:
-    """Failures of all ranks, in the order in which they were noted in the store."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self.store: Any = None
-
-    def note(self, phase: str, message: str) -> tuple[Failure, ...]:
-        """Notes this rank's failure and returns all that are known."""
-        own = Failure(self._rank, phase, message)
-        if self.store is None:
-            return (own,)
+    def _keep_failure(self, failures: tuple[Failure, ...], phases: tuple[RankPhase, ...]) -> None:
+        """Keeps failures in run.json; called on the main thread or while it hangs."""
+        if self.folder is None or self.info is None:
+            return
         try:
-            number = self.store.add("failures", 1)
-            self.store.set(f"failure/{number}", f"{self._rank}\n{phase}\n{message}")
-            found = []
-            for earlier in range(1, number):
-                rank, *texts = self.store.get(f"failure/{earlier}").decode().split("\n", 2)
-                found.append(Failure(int(rank), *texts))
-        except Exception:  # the store may be what failed
-            return (own,)
-        return (*found, own)
+            self._update(status="failed", failures=failures, phases=phases)
+        except OSError as error:
+            _say(f"run.json cannot be written: {error}")
+
+    def _update(self, **changes: Any) -> None:
+        """Writes ``run.json`` with some fields changed."""
+        with self._info_lock:
+            if self.folder is not None and self.info is not None:
+                self.info = replace(self.info, **changes)
+                writer.write_run_info(self.folder, self.info)
 
 
 def _one_line(error: BaseException) -> str:
