@@ -45,6 +45,7 @@ class Aftermath:
         self._session: Session | None = None
         self._phase = Phase()
         self._noted: tuple[Failure, ...] = ()
+        self._main_board: FailureBoard | None = None
         self._report_lock = threading.Lock()
         self._reported = False
 
@@ -69,15 +70,17 @@ class Aftermath:
         end = threading.Timer(_END_S, leave_now, args=(EXIT_BAD_INPUT,))
         end.daemon = True
         end.start()
-        self._noted = self._board().note(phase, message)
+        self._noted = (Failure(self._rank, phase, message, socket.gethostname()),)
+        self._main_board = self._board()
+        self._noted = self._main_board.note(phase, message)
         return self._noted[0]
 
     def finish(self) -> None:
         """Keeps and shows the failure on rank 0; the others give it the time for that."""
         if self._rank == 0:
             self._report()
-        else:
-            self._board().await_report(_REPORT_S)
+        elif self._main_board is not None:
+            self._main_board.await_report(_REPORT_S)
 
     def keep_now(self) -> None:
         """Keeps on rank 0 what is known, without asking others or showing a table."""
@@ -96,7 +99,8 @@ class Aftermath:
             if self._reported:
                 return
             self._reported = True
-            board = self._board()
+            # The watch's thread may come first, while the main thread hangs.
+            board = self._main_board or self._board()
             # At once, for a launcher that ends all ranks when one of them has ended.
             self._keep(board.known() or self._noted, ())
             if self._session is None:
@@ -114,6 +118,9 @@ class Aftermath:
 
     def _lost(self, reason: str) -> None:
         """Ends this process, on a thread of the watch."""
+        if self._noted:
+            # The main thread has failed too, says so, and is ended in time if it hangs.
+            return
         host = socket.gethostname()
         failure = Failure(self._rank, self._phase.name, reason, host)
         if self._rank == 0 and not self._reported:

@@ -6,6 +6,7 @@ Every rank runs it. It wires workload, measurement, record and report together.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -36,6 +37,10 @@ from ddp_profiler.schema import (
 )
 
 NAME = "ddp_profiler.run"
+_TIMED_OUT = (
+    "A rank has died or hangs, or a link is down; --timeout S waits longer. What was measured "
+    "before is kept."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -151,6 +156,7 @@ class _Worker:
     def _measure(self, device: Any, workload: Any) -> int:
         from ddp_profiler.aftermath import Aftermath
         from ddp_profiler.measure import study
+        from ddp_profiler.measure.bounded import StoreLostError
         from ddp_profiler.measure.leave import leave
 
         phase = study.Phase()
@@ -160,7 +166,11 @@ class _Worker:
         except DdpProfilerError as error:
             if self.config.debug:
                 traceback.print_exc()
-            self._give_up(aftermath, phase.name, error.message, error)
+            shown: DdpProfilerError = error
+            if isinstance(error, StoreLostError):
+                where = f"rank {self.topology.rank} on {socket.gethostname()}"
+                shown = InputError(f"{where} failed in {phase.name}: {error.message}", error.remedy)
+            self._give_up(aftermath, phase.name, error.message, shown)
         except KeyboardInterrupt:
             aftermath.note(phase.name, "interrupted")
             aftermath.keep_now()
@@ -171,7 +181,9 @@ class _Worker:
             message = _one_line(error)
             failure = InputError(
                 f"rank {self.topology.rank} failed in {phase.name}: {message}",
-                "--debug shows the stack trace; what was measured before is kept.",
+                _TIMED_OUT
+                if "timed out" in message.lower()
+                else "--debug shows the stack trace; what was measured before is kept.",
             )
             self._give_up(aftermath, phase.name, message, failure)
         if self.folder is not None:
@@ -279,7 +291,8 @@ class _Worker:
 def _one_line(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"the model called sys.exit({error.code})"
-    text = str(error).strip().splitlines()
+    # Gloo begins with the place in its own source.
+    text = re.sub(r"^\[[^]]*\.(?:cc|cpp|h):\d+\]\s*", "", str(error).strip()).splitlines()
     message = f"{type(error).__name__}: {text[0] if text else 'no message'}"
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename

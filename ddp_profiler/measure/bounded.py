@@ -55,6 +55,10 @@ def within(limit_s: float, call: Callable[[], Result]) -> Result:
     return outcome[0]
 
 
+class StoreLostError(InputError):
+    """The store that ranks talk through cannot be reached any more."""
+
+
 class BoundedStore:
     """A torch store whose operations end in time.
 
@@ -111,8 +115,8 @@ class BoundedStore:
         except Exception as error:
             raise self._error(_first_line(error)) from error
 
-    def _error(self, problem: str) -> InputError:
-        return InputError(
+    def _error(self, problem: str) -> StoreLostError:
+        return StoreLostError(
             f"The store at {self.where} cannot be reached: {problem}.",
             "The node that holds it has died or a link is down; what was measured before is kept.",
         )
