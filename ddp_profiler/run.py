@@ -218,7 +218,7 @@ class _Worker:
 
         config, rank = self.config, self.topology.rank
         phase.name = "meeting the other ranks"
-        session = Session(self.topology, device, config.timeout_s)
+        session = Session(self.topology, device, config.timeout_s, join=False)
         aftermath.begin(session, phase)
         phase.name = "starting the process group"
         session.join()

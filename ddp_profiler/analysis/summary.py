@@ -36,6 +36,8 @@ from ddp_profiler.analysis.scaling import Scaling, pop, scale
 from ddp_profiler.analysis.statistics import Distribution
 from ddp_profiler.schema import SCHEMA_VERSION, LevelFacts, LevelSettings, RunInfo, Variant
 
+_MOST_FAILURES = 8
+
 Breakdown = Mapping[str, Floats]
 
 
@@ -57,7 +59,7 @@ def summarize_run(
     levels = tuple(_level(info, m, measured) for m in measured)
     missing = sorted(set(range(info.world_size)) - set(columns_by_rank))
     partial = info.status != "complete" or bool(missing) or bool(incomplete)
-    notes = [f"Rank {f.rank} failed in {f.phase}: {f.message}" for f in info.failures]
+    notes = _failure_notes(info)
     if missing:
         notes.append(f"The record of rank {_some(missing)} is missing.")
     if incomplete:
@@ -93,6 +95,24 @@ def _statistics_unit(levels: Sequence[LevelResult]) -> str:
 def _some(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+def _failure_notes(info: RunInfo) -> list[str]:
+    """Says which ranks failed, the first one first, and which gave no sign of life then."""
+    shown = info.failures[:_MOST_FAILURES]
+    notes = [f"Rank {f.rank} failed in {f.phase}: {f.message}" for f in shown]
+    left = [f.rank for f in info.failures[_MOST_FAILURES:]]
+    if left:
+        notes.append(f"Rank {_some(left)} failed after that.")
+    silent = [p for p in info.phases if p.responds is False]
+    notes += [
+        f"Rank {p.rank} on {p.hostname} gave no sign of life when the run failed; its last phase: "
+        f"{p.phase}."
+        for p in silent[:_MOST_FAILURES]
+    ]
+    if len(silent) > _MOST_FAILURES:
+        notes.append(f"Nor did {len(silent) - _MOST_FAILURES} more.")
+    return notes
 
 
 def _contention_notes(info: RunInfo) -> list[str]:

@@ -82,12 +82,15 @@ class Session:
         topology: This rank's place.
         device: Device and backend.
         timeout_s: Seconds after which waiting for another rank is given up.
+        join: Start the process group at once, without a watch that is set up before.
 
     Raises:
         UsageError: Ranks are missing or cannot be reached, or the port is in use.
     """
 
-    def __init__(self, topology: Topology, device: Device, timeout_s: float) -> None:
+    def __init__(
+        self, topology: Topology, device: Device, timeout_s: float, *, join: bool = True
+    ) -> None:
         self.topology = topology
         self.device = device
         self.timeout = timedelta(seconds=timeout_s)
@@ -120,6 +123,8 @@ class Session:
             self.store = self._meeting.board
             store = self._meeting.store
         self._raw_store = store
+        if join:
+            self.join()
 
     def join(self) -> None:
         """Starts the process group; all ranks are here.
