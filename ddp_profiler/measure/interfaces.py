@@ -160,7 +160,7 @@ def _gloo_route(value: str, interfaces: tuple[Interface, ...], host: str) -> Rou
             continue
         if not name:
             problem = "has an empty name in it"
-        elif name.strip() in known:
+        elif name != name.strip():
             problem = f"has a blank in {name!r}; gloo keeps blanks"
         elif name in known:
             problem = f"names {name}, which has no IP address"

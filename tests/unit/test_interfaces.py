@@ -1,4 +1,4 @@
-"""Which interface a backend would use, on made-up nodes, and what gloo itself says to each value."""
+"""Which interface a backend would use, on made-up nodes, and what gloo itself says."""
 
 import os
 import subprocess
@@ -42,10 +42,10 @@ def test_exact_names_are_taken(value, names, addresses):
         ("eth*", "is a pattern", "=eth0"),
         ("^eth0", "is a pattern", "=eth1"),
         ("=eth1", "is a pattern", "=eth1"),
-        ("eth", "'eth', and there is no such interface", "=eth0"),
-        ("enp3s0", "'enp3s0', and there is no such interface", "=eth0"),
-        ("ib0", "ib0, which has no IP address", "=eth0"),
-        ("eth0,nope", "'nope', and there is no such interface", "=eth0"),
+        ("eth", "names 'eth', and there is no such interface", "=eth0"),
+        ("enp3s0", "names 'enp3s0', and there is no such interface", "=eth0"),
+        ("ib0", "names ib0, which has no IP address", "=eth0"),
+        ("eth0,nope", "names 'nope', and there is no such interface", "=eth0"),
         ("eth0, eth1", "has a blank in ' eth1'", "=eth1"),
         (",eth0", "has an empty name", "=eth0"),
     ],
