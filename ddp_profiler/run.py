@@ -7,34 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import sys
 import time
 import traceback
-import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from ddp_profiler import units
-from ddp_profiler._version import __version__
 from ddp_profiler.analysis.results import Summary
 from ddp_profiler.cli import error_text, parse_click, worker_options, write_out
 from ddp_profiler.config import StudyConfig
-from ddp_profiler.errors import EXIT_DONE, CheckFailed, DdpProfilerError, InputError, UsageError
+from ddp_profiler.errors import EXIT_DONE, CheckFailed, DdpProfilerError, InputError
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure.topology import Topology, place_levels, plan_levels, read_topology
-from ddp_profiler.record import parts as record_parts
 from ddp_profiler.record import paths, writer
 from ddp_profiler.schema import (
-    SCHEMA_VERSION,
     ClockReading,
     Failure,
     LevelFacts,
     LevelSettings,
-    RecordPart,
+    RankPhase,
     RunInfo,
 )
 
@@ -42,6 +37,10 @@ NAME = "ddp_profiler.run"
 
 _LAST_WAIT_S = 15.0
 """So long rank 0 waits for the others to close, once a collection has shown that some are gone."""
+_TIMED_OUT = (
+    "A rank has died or hangs, or a link is down; --timeout S waits longer. What was measured "
+    "before is kept."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,6 +78,10 @@ def _complain(error: DdpProfilerError, speaks: bool) -> int:
     return error.exit_code
 
 
+def _say(text: str) -> None:
+    print(f"{NAME}: {text}", file=sys.stderr, flush=True)
+
+
 class _Worker:
     """One rank from its settings to its exit code."""
 
@@ -86,8 +89,7 @@ class _Worker:
         self.config = config
         self.topology = topology
         self.levels: tuple[LevelSettings, ...] = ()
-        self.folder: Path | None = None
-        self.info: RunInfo | None = None
+        self._keeper: Any = None
 
     def run(self) -> int:
         rank = self.topology.rank
@@ -102,145 +104,132 @@ class _Worker:
                     f"Rank {rank} could not be set up: {_one_line(error)}.",
                     "--debug shows the stack trace.",
                 )
-            return _complain(error, speaks=rank == 0)
+            # Once on each node: the setting or the machine at fault may be one node's own.
+            return _complain(error, speaks=self.topology.local_rank == 0)
         return self._measure(*prepared)
 
     def _prepare(self) -> tuple[Any, Any]:
         """Checks all that can be checked before ranks meet: one clear line, no timing lost."""
-        from ddp_profiler.measure import batches, session, study
+        from ddp_profiler import keeper
+        from ddp_profiler.measure import batches, interfaces, session, study
         from ddp_profiler.workload.plant import parse_plants
 
+        topology = self.topology
         parse_plants(self.config.plants)
-        device = session.choose_device(
-            self.topology, self.config.backend, self.config.threads_per_rank
-        )
+        device = session.choose_device(topology, self.config.backend, self.config.threads_per_rank)
+        interfaces.find_route(device.backend)
         workload = study.build_workload(self.config, self.levels[0].micro_batch)
         for level in self.levels:
             batches.check_data(workload, level)
-        if self.topology.rank == 0:
+        self._keeper = keeper.RunKeeper(topology.rank)
+        if topology.rank == 0:
             now = datetime.now().astimezone()
-            folder = self.config.out or paths.default_folder(workload.name, now)
-            paths.claim_folder(folder)
-            self.folder = folder
-            self.info = self._describe(workload, now)
-            writer.write_run_info(folder, self.info)
+            self._keeper.claim(
+                self.config.out or paths.default_folder(workload.name, now),
+                keeper.describe(self.config, workload, topology.world_size, self.levels, now),
+            )
         return device, workload
 
-    def _describe(self, workload: Any, now: datetime) -> RunInfo:
-        config = self.config
-        settings = {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in asdict(config).items()
-        }
-        settings |= {
-            "tokens_per_sample": workload.tokens_per_sample,
-            "model_options": dict(workload.options),
-        }
-        return RunInfo(
-            schema_version=SCHEMA_VERSION,
-            run_id=f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}",
-            status="running",
-            created=now.isoformat(timespec="seconds"),
-            profiler_version=__version__,
-            world_size=self.topology.world_size,
-            settings=settings,
-            levels=self.levels,
-        )
-
     def _measure(self, device: Any, workload: Any) -> int:
+        from ddp_profiler.aftermath import Aftermath
         from ddp_profiler.measure import study
+        from ddp_profiler.measure.bounded import StoreLostError
         from ddp_profiler.measure.leave import leave
 
         phase = study.Phase()
-        failures = _Failures(self.topology.rank)
+        aftermath = Aftermath(self.topology.rank, self._keep_failure, _say)
         try:
-            self._study(device, workload, phase, failures)
+            self._study(device, workload, phase, aftermath)
         except DdpProfilerError as error:
             if self.config.debug:
                 traceback.print_exc()
-            first = self._fail(failures, phase.name, str(error).splitlines()[0])
-            leave(_complain(error, speaks=first))
+            shown: DdpProfilerError = error
+            if isinstance(error, StoreLostError):
+                where = f"rank {self.topology.rank} on {socket.gethostname()}"
+                shown = InputError(f"{where} failed in {phase.name}: {error.message}", error.remedy)
+            self._give_up(aftermath, phase.name, error.message, shown)
         except KeyboardInterrupt:
-            self._fail(failures, phase.name, "interrupted")
+            aftermath.note(phase.name, "interrupted")
+            aftermath.keep_now()
             leave(130)
         except (Exception, SystemExit) as error:
             if self.config.debug:
                 traceback.print_exc()
             message = _one_line(error)
-            first = self._fail(failures, phase.name, message)
             failure = InputError(
                 f"rank {self.topology.rank} failed in {phase.name}: {message}",
-                "--debug shows the stack trace; what was measured before is kept.",
+                _TIMED_OUT
+                if "timed out" in message.lower()
+                else "--debug shows the stack trace; what was measured before is kept.",
             )
-            leave(_complain(failure, speaks=first))
-        if self.folder is not None and self.topology.rank == 0:
-            return _conclude(self.folder, self.config.debug)
+            self._give_up(aftermath, phase.name, message, failure)
+        if self.topology.rank == 0:
+            return _conclude(self._keeper.folder, self.config.debug)
         return EXIT_DONE
 
-    def _study(self, device: Any, workload: Any, phase: Any, failures: _Failures) -> None:
-        from ddp_profiler.measure import collect, environment, study
+    def _give_up(
+        self, aftermath: Any, phase: str, message: str, error: DdpProfilerError
+    ) -> NoReturn:
+        """Ends this rank after an error; of all ranks' errors the first one is shown."""
+        from ddp_profiler.measure.leave import leave
+
+        topology, host = self.topology, socket.gethostname()
+        first = aftermath.note(phase, message)
+        if not aftermath.met:
+            aftermath.finish()
+            leave(_complain(error, speaks=topology.local_rank == 0))
+        if first.rank == topology.rank:
+            _complain(error, speaks=True)
+        elif first.hostname != host and topology.local_rank == 0:
+            _say(
+                f"rank {topology.rank} on {host} ended in {phase}, after rank {first.rank} on "
+                f"{first.hostname} had failed in {first.phase}: {first.message}"
+            )
+        aftermath.finish()
+        leave(error.exit_code)
+
+    def _study(self, device: Any, workload: Any, phase: Any, aftermath: Any) -> None:
+        from ddp_profiler.keeper import PartsCollection
+        from ddp_profiler.measure import collect, study
         from ddp_profiler.measure.clock_sync import ClockSync, local_clock
         from ddp_profiler.measure.session import Session
         from ddp_profiler.report.progress import NoProgress, StudyProgress
         from ddp_profiler.workload.plant import parse_plants, planted_clock
 
-        config, rank = self.config, self.topology.rank
+        config, rank, keeper = self.config, self.topology.rank, self._keeper
         phase.name = "meeting the other ranks"
-        session = Session(self.topology, device, config.timeout_s)
-        failures.store = session.store
-        if rank == 0:
-            session.publish("run", (str(self.folder), self.info))
-        folder_name, described = session.learn("run", tuple[str, RunInfo])
-        folder, run_id = Path(folder_name), described.run_id
+        session = Session(self.topology, device, config.timeout_s, join=False)
+        aftermath.begin(session, phase)
+        phase.name = "starting the process group"
+        session.join()
         phase.name = "agreeing on the run folder"
-        parts = self._settle(session, folder, described)
-        senders = [r for part in parts if part.keeper != 0 for r in part.ranks]
-        phase.name = "meeting the other ranks"
-        carrier = (
-            collect.GroupCarrier(session, senders, own_group=device.backend != "gloo")
-            if senders
-            else None
-        )
+        if rank == 0:
+            session.publish("run", (str(keeper.folder), keeper.info))
+        folder_name, described = session.learn("run", tuple[str, RunInfo])
+        folder = Path(folder_name)
+        parts = keeper.settle(session, folder, described)
+        phase.name = "describing the run"
+        collection = PartsCollection(session, parts, folder, _say)
         clock = local_clock(planted_clock(parse_plants(config.plants), rank))
         places = session.gather_places(clock.domain)
         self.levels = place_levels(self.levels, places, config.placement)
-        node = places[rank].node
-        if rank == min(place.rank for place in places if place.node == node):
-            session.publish(
-                f"environment/{node}",
-                environment.describe(
-                    device.device, device.threads, self.topology.local_world_size, device.backend
-                ),
-            )
+        self._describe(session, places, parts, device)
         phase.name = "checking what the backend can reduce"
         session.check_reducible({p.dtype for p in workload.module.parameters() if p.requires_grad})
-        if rank == 0 and self.info is not None:
-            nodes = sorted({place.node for place in places})
-            self.info = replace(
-                self.info,
-                levels=self.levels,
-                ranks=places,
-                environment={str(n): session.learn(f"environment/{n}") for n in nodes},
-                parts=parts,
-            )
-            session.publish("described", self.info)
-            print(f"{NAME}: {self._plan_line(workload, device)}", file=sys.stderr)
+        if rank == 0:
+            _say(self._plan_line(workload, device))
             if config.placement == "spread" and not any(
                 level.placement == "spread" for level in self.levels
             ):
-                print(
-                    f"{NAME}: --placement spread changes nothing here: no level between dp = 1 "
-                    f"and {self.topology.world_size} can use more nodes.",
-                    file=sys.stderr,
+                _say(
+                    "--placement spread changes nothing here: no level between dp = 1 and "
+                    f"{self.topology.world_size} can use more nodes."
                 )
-        elif self.info is not None:
-            self.info = replace(session.learn("described", RunInfo), keeper=rank)
-        self._keep()
         del workload
 
         phase.name = "making the group that compares clocks"
         clock_sync = ClockSync(places, rank, clock, session.timeout)
-        stream = writer.SpanWriter(folder, rank, run_id)
+        stream = writer.SpanWriter(folder, rank, described.run_id)
         progress = StudyProgress(len(self.levels) * config.repeat) if rank == 0 else NoProgress()
         try:
             study.Study(
@@ -257,7 +246,7 @@ class _Worker:
         finally:
             stream.close()
         phase.name = "collecting the parts of other nodes"
-        lost = self._collect(carrier, senders, folder) if carrier else {}
+        lost = collection.run()
         phase.name = "closing"
         if lost is None:
             # Not even the store can be reached: what this node measured is complete all the same.
@@ -268,77 +257,44 @@ class _Worker:
             # A node that is gone may be why, and what is here can be analysed.
             with contextlib.suppress(DdpProfilerError, RuntimeError):
                 session.close(limit_s=_LAST_WAIT_S)
-        if self.info is not None:
-            self.info = replace(self.info, status="complete")
-            self._keep()
+        keeper.update(status="complete")
         if lost:
-            _tell_lost(parts, lost, folder)
+            collection.tell_lost(lost)
 
-    def _settle(self, session: Any, folder: Path, described: RunInfo) -> tuple[RecordPart, ...]:
-        """Finds this rank's folder: the run's own, or one that this node claims for the run."""
-        from ddp_profiler.measure.folders import settle_folders
+    def _describe(self, session: Any, places: Any, parts: Any, device: Any) -> None:
+        """Completes the run's description, on each rank that keeps one."""
+        from ddp_profiler.measure import environment
 
-        def claim() -> None:
-            paths.claim_folder(folder)
-            self.folder, self.info = folder, replace(described, keeper=session.rank)
-            self._keep()
-
-        try:
-            return settle_folders(
-                session,
-                self.topology.world_size,
-                socket.gethostname(),
-                folder,
-                lambda: record_parts.keeper_of(folder, described.run_id),
-                claim,
+        rank, keeper = self.topology.rank, self._keeper
+        node = places[rank].node
+        if rank == min(place.rank for place in places if place.node == node):
+            session.publish(
+                f"environment/{node}",
+                environment.describe(
+                    device.device, device.threads, self.topology.local_world_size, device.backend
+                ),
             )
-        except UsageError:
-            # Nothing was measured: the folder is free for the next try.
-            if self.folder is not None:
-                paths.release_folder(self.folder)
-                self.folder = self.info = None
-            raise
-
-    def _collect(self, carrier: Any, senders: Sequence[int], folder: Path) -> dict[int, str] | None:
-        """Brings the files that rank 0 does not see to it.
-
-        Returns:
-            On rank 0 the ranks whose files did not come, each with the reason. On other ranks
-            nothing, or None if rank 0 cannot be reached any more.
-        """
-        from ddp_profiler.measure import collect
-
-        rank = self.topology.rank
         if rank == 0:
-            return collect.collect(
-                carrier,
-                senders,
-                lambda sender, size, sha256: record_parts.PartWriter(folder, sender, size, sha256),
-                _CollectionProgress(),
+            nodes = sorted({place.node for place in places})
+            keeper.update(
+                levels=self.levels,
+                ranks=places,
+                environment={str(n): session.learn(f"environment/{n}") for n in nodes},
+                parts=parts,
             )
-        if rank not in senders:
-            return {}
-        reason = collect.hand_over(carrier, paths.rank_file(folder, rank))
-        if not reason:
-            return {}
-        error = InputError(
-            f"rank {rank} could not hand over its part ({reason}). It is kept on "
-            f"{socket.gethostname()} in {folder.absolute()}.",
-            "Copy that folder to rank 0's node and join both with: ddp-profiler merge",
-        )
-        print(f"{NAME}: {error_text(error)}", file=sys.stderr, flush=True)
-        return None
-
-    def _keep(self) -> None:
-        """Writes run.json, where this rank keeps one."""
-        if self.folder is not None and self.info is not None:
-            writer.write_run_info(self.folder, self.info)
+            session.publish("described", keeper.info)
+        elif keeper.info is not None:
+            described = session.learn("described", RunInfo)
+            keeper.update(
+                levels=described.levels,
+                ranks=described.ranks,
+                environment=described.environment,
+                parts=described.parts,
+            )
 
     def _keep_facts(self, facts: tuple[LevelFacts, ...], clocks: tuple[ClockReading, ...]) -> None:
         """Writes what is known so far: a run that dies later can be read."""
-        if self.info is not None:
-            self.info = replace(self.info, facts=facts, clocks=clocks)
-            self._keep()
+        self._keeper.update(facts=facts, clocks=clocks)
 
     def _plan_line(self, workload: Any, device: Any) -> str:
         size = sum(p.numel() for p in workload.module.parameters() if p.requires_grad)
@@ -348,82 +304,19 @@ class _Worker:
             f"{device.threads} threads a rank; levels: {levels}"
         )
 
-    def _fail(self, failures: _Failures, phase: str, message: str) -> bool:
-        """Keeps the failure in run.json; tells whether it is the first one of all ranks."""
-        known = failures.note(phase, message)
-        if self.folder is not None and self.info is not None:
-            self.info = replace(self.info, status="failed", failures=known)
-            try:
-                writer.write_run_info(self.folder, self.info)
-            except OSError as error:
-                print(f"{NAME}: run.json cannot be written: {error}", file=sys.stderr)
-        return known[0].rank == self.topology.rank
-
-
-class _CollectionProgress:
-    """Says on stderr how far a collection is, if it takes long."""
-
-    def __init__(self) -> None:
-        self._next_s = time.monotonic() + 2
-
-    def __call__(self, done: int, total: int) -> None:
-        """Is told how many bytes have come, of how many."""
-        now = time.monotonic()
-        if now >= self._next_s:
-            self._next_s = now + 10
-            print(
-                f"{NAME}: collecting the parts of other nodes: {units.nbytes(done)} of "
-                f"{units.nbytes(total)}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-
-def _tell_lost(parts: Sequence[RecordPart], lost: Mapping[int, str], folder: Path | None) -> None:
-    """Says which ranks' files were not collected, where they are, and what to do."""
-    if not lost:
-        return
-    kept = [
-        f"{units.ranks(there)} on {part.hostname} in {part.folder}"
-        for part in parts
-        if (there := [rank for rank in part.ranks if rank in lost])
-    ]
-    error = InputError(
-        f"not all parts were collected ({'; '.join(dict.fromkeys(lost.values()))}). They are "
-        f"kept: {'; '.join(kept)}.",
-        f"Copy what is missing to this node and join: ddp-profiler merge {folder} DIR... --out RUN",
-    )
-    print(f"{NAME}: {error_text(error)}", file=sys.stderr, flush=True)
-
-
-class _Failures:
-    """Failures of all ranks, in the order in which they were noted in the store."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self.store: Any = None
-
-    def note(self, phase: str, message: str) -> tuple[Failure, ...]:
-        """Notes this rank's failure and returns all that are known."""
-        own = Failure(self._rank, phase, message)
-        if self.store is None:
-            return (own,)
+    def _keep_failure(self, failures: tuple[Failure, ...], phases: tuple[RankPhase, ...]) -> None:
+        """Keeps failures in run.json; called on the main thread or while it hangs."""
         try:
-            number = self.store.add("failures", 1)
-            self.store.set(f"failure/{number}", f"{self._rank}\n{phase}\n{message}")
-            found = []
-            for earlier in range(1, number):
-                rank, *texts = self.store.get(f"failure/{earlier}").decode().split("\n", 2)
-                found.append(Failure(int(rank), *texts))
-        except Exception:  # the store may be what failed
-            return (own,)
-        return (*found, own)
+            self._keeper.update(status="failed", failures=failures, phases=phases)
+        except OSError as error:
+            _say(f"run.json cannot be written: {error}")
 
 
 def _one_line(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"the model called sys.exit({error.code})"
-    text = str(error).strip().splitlines()
+    # Gloo begins with the place in its own source.
+    text = re.sub(r"^\[[^]]*\.(?:cc|cpp|h):\d+\]\s*", "", str(error).strip()).splitlines()
     message = f"{type(error).__name__}: {text[0] if text else 'no message'}"
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename

@@ -339,11 +339,36 @@ class ClockReading:
 
 @dataclass(frozen=True)
 class Failure:
-    """Something that went wrong in a run: where, in which phase, and what."""
+    """Something that went wrong in a run.
+
+    Attributes:
+        rank: Global rank that noted it.
+        phase: What the rank was doing.
+        message: What went wrong.
+        hostname: The rank's node; empty where ranks had not met.
+    """
 
     rank: int
     phase: str
     message: str
+    hostname: str = ""
+
+
+@dataclass(frozen=True)
+class RankPhase:
+    """What a rank was doing when a run failed.
+
+    Attributes:
+        rank: Global rank.
+        hostname: Its node.
+        phase: The last phase that it made known.
+        responds: Whether it gave a sign of life after the failure; None if not known.
+    """
+
+    rank: int
+    hostname: str
+    phase: str
+    responds: bool | None
 
 
 @dataclass(frozen=True)
@@ -379,11 +404,13 @@ class RunInfo:
         ranks: Where each rank ran.
         environment: Software and hardware of each node, by node index as text.
         facts: What the workers found out, one entry for each finished level.
-        failures: What went wrong.
+        failures: What went wrong, the first one first.
         clocks: Comparisons of the hosts' clocks, in order of time; none on one clock.
         keeper: The rank that claimed this folder: 0, but for a folder that a node without the
             run's own folder keeps.
         parts: The folders that ranks wrote to, that of rank 0 first; empty where it was one.
+        phases: What each rank was doing when the run failed; empty where it did not, or where
+            ranks could not be asked.
     """
 
     schema_version: int
@@ -401,3 +428,4 @@ class RunInfo:
     clocks: tuple[ClockReading, ...] = ()
     keeper: int = 0
     parts: tuple[RecordPart, ...] = ()
+    phases: tuple[RankPhase, ...] = ()

@@ -347,6 +347,8 @@ class Lab:
         self._processes: list[tuple[int, subprocess.Popen[bytes]]] = []
         self._watch: subprocess.Popen[bytes] | None = None
         self._ports = itertools.count(_FIRST_PORT)
+        self.rendezvous: str | None = None
+        """Address at which the agents of the latest torchrun meet; None before the first."""
 
     @property
     def addresses(self) -> list[str]:
@@ -620,6 +622,7 @@ class Lab:
             self._check_node(node)
         program = torchrun or find_torchrun()
         port = self.next_port()
+        self.rendezvous = f"{self.addresses[0]}:{port}"
         common = [program, f"--nnodes={self.nodes}", f"--nproc-per-node={nproc_per_node}"]
         if rdzv == "static":
             common += ["--node-rank={node}", f"--master-addr={self.addresses[0]}"]
@@ -1037,7 +1040,12 @@ def _work(lab: Lab, options: argparse.Namespace, torchrun_args: Sequence[str]) -
     if late:
         print(f"lab: ended after {options.timeout:g} s; still running: node {late}",
               file=sys.stderr)  # fmt: skip
-    return first_failure(results)
+    code = first_failure(results)
+    if code and options.absent:
+        absent = ", ".join(map(str, sorted(set(options.absent))))
+        print(f"lab: absent: node {absent}; the others waited at "
+              f"{lab.rendezvous or lab.addresses[0]}", file=sys.stderr)  # fmt: skip
+    return code
 
 
 def _run_lab(options: argparse.Namespace, torchrun_args: Sequence[str]) -> int:

@@ -42,6 +42,8 @@ from ddp_profiler.analysis.statistics import Distribution
 from ddp_profiler.analysis.stragglers import Straggler, find_stragglers
 from ddp_profiler.schema import SCHEMA_VERSION, LevelFacts, LevelSettings, RunInfo, Variant
 
+_MOST_FAILURES = 8
+
 Breakdown = Mapping[str, Floats]
 
 _REAL_TIME_APART_MS = 50.0
@@ -71,7 +73,7 @@ def summarize_run(
     levels = with_crossing([_level(info, m, measured) for m in measured])
     missing = sorted(set(range(info.world_size)) - set(columns_by_rank))
     partial = info.status != "complete" or bool(missing) or bool(incomplete)
-    notes = [f"Rank {f.rank} failed in {f.phase}: {f.message}" for f in info.failures]
+    notes = _failure_notes(info)
     notes += _missing_notes(info, missing)
     if incomplete:
         notes.append(f"The record of {units.ranks(incomplete)} was cut: the run did not end.")
@@ -132,6 +134,24 @@ def _clock_notes(clocks: Sequence[ClockOffset]) -> list[str]:
         f"Real time on rank {worst.rank}'s host is {worst.real_time_offset_ms:+.0f} ms from that "
         "on rank 0's: their logs and traces do not line up. The figures here do not use it."
     ]
+
+
+def _failure_notes(info: RunInfo) -> list[str]:
+    """Says which ranks failed, the first one first, and which gave no sign of life then."""
+    shown = info.failures[:_MOST_FAILURES]
+    notes = [f"Rank {f.rank} failed in {f.phase}: {f.message}" for f in shown]
+    left = [f.rank for f in info.failures[_MOST_FAILURES:]]
+    if left:
+        notes.append(f"{units.ranks(left).capitalize()} failed after that.")
+    silent = [p for p in info.phases if p.responds is False]
+    notes += [
+        f"Rank {p.rank} on {p.hostname} gave no sign of life when the run failed; its last phase: "
+        f"{p.phase}."
+        for p in silent[:_MOST_FAILURES]
+    ]
+    if len(silent) > _MOST_FAILURES:
+        notes.append(f"Nor did {len(silent) - _MOST_FAILURES} more.")
+    return notes
 
 
 def _contention_notes(info: RunInfo) -> list[str]:

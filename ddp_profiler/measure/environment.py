@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ddp_profiler.measure import interfaces
+
 _RECORDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "CUDA_VISIBLE")
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
@@ -47,6 +49,7 @@ def describe(
         if cuda
         else None,
         "backend": backend,
+        "network": interfaces.describe(backend),
         "device_type": device.type,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if cuda

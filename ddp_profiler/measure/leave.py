@@ -25,6 +25,11 @@ def leave(code: int) -> NoReturn:
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
+    leave_now(code)
+
+
+def leave_now(code: int) -> NoReturn:
+    """Flushes the streams and ends the process with ``code``, whatever its threads do."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
@@ -15,14 +16,23 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ddp_profiler.errors import DdpProfilerError, InputError, UsageError
-from ddp_profiler.measure import environment
+from ddp_profiler.errors import DdpProfilerError, UsageError
+from ddp_profiler.measure import environment, interfaces, meeting
+from ddp_profiler.measure.bounded import BoundedStore, NoAnswerError
+from ddp_profiler.measure.failures import FailureBoard, phase_key
 from ddp_profiler.measure.topology import Topology
+from ddp_profiler.measure.watch import Watch
 from ddp_profiler.schema import LevelSettings, RankPlace
 
 _SHORTEST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.25
 """Between asking the store: idle ranks notice the end of a level this late, at little cost."""
+_GRACE_S = 5.0
+"""Beyond the timeout, before a rank is ended that the store does not answer."""
+_FAREWELL_S = 10.0
+"""What a rank may take to end by itself once another one has failed."""
+_REPORT_S = 3.0
+"""What the store may take to answer a rank that has failed."""
 
 
 @dataclass(frozen=True)
@@ -72,36 +82,112 @@ class Session:
         topology: This rank's place.
         device: Device and backend.
         timeout_s: Seconds after which waiting for another rank is given up.
+        join: Start the process group at once, without a watch that is set up before.
 
     Raises:
-        UsageError: The port is in use, or the other ranks cannot be reached.
+        UsageError: Ranks are missing or cannot be reached, or the port is in use.
     """
 
-    def __init__(self, topology: Topology, device: Device, timeout_s: float) -> None:
+    def __init__(
+        self, topology: Topology, device: Device, timeout_s: float, *, join: bool = True
+    ) -> None:
         self.topology = topology
         self.device = device
         self.timeout = timedelta(seconds=timeout_s)
+        self.hosts: tuple[str, ...] = (socket.gethostname(),)
+        """Name of each rank's node, by rank."""
+        self._meeting: meeting.Meeting | None = None
+        self._watch: Watch | None = None
         torch.set_num_threads(device.threads)
         if device.device.type == "cuda":
             torch.cuda.set_device(device.device)
-        try:
-            if topology.world_size == 1:
-                # Alone: no port is opened.
-                dist.init_process_group(
-                    device.backend,
-                    store=dist.HashStore(),  # type: ignore[attr-defined]
-                    rank=0,
-                    world_size=1,
-                    timeout=self.timeout,
-                )
-            else:
-                dist.init_process_group(device.backend, timeout=self.timeout)
-        except (dist.DistError, RuntimeError, ValueError) as error:
-            raise _explain_start(error, timeout_s) from error
-        store = dist.distributed_c10d._get_default_store()
-        self.store: Any = dist.PrefixStore("ddp_profiler", store)  # type: ignore[attr-defined]
+        store: Any
+        if topology.world_size == 1:
+            # Alone: no port is opened.
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            self.store = BoundedStore(
+                dist.PrefixStore("ddp_profiler", store),  # type: ignore[attr-defined]
+                timeout_s,
+                "this process",
+            )
+        else:
+            own = meeting.Presence(
+                topology.rank,
+                socket.gethostname(),
+                interfaces.network_stack(),
+                interfaces.find_route(device.backend),
+                interfaces.reachable_interfaces()[:4],
+            )
+            self._meeting = meeting.meet(topology, own, timeout_s)
+            self.hosts = tuple(member.host for member in self._meeting.members)
+            self.store = self._meeting.board
+            store = self._meeting.store
+        self._raw_store = store
         self.places: tuple[RankPlace, ...] = ()
         """Where each rank runs; empty before :meth:`gather_places`."""
+        if join:
+            self.join()
+
+    def join(self) -> None:
+        """Starts the process group; all ranks are here.
+
+        Raises:
+            InputError: Torch could not start it.
+        """
+        try:
+            dist.init_process_group(
+                self.device.backend,
+                # As torch's own start does, for its keys and those of others.
+                store=dist.PrefixStore("default_pg", self._raw_store),  # type: ignore[attr-defined]
+                rank=self.topology.rank,
+                world_size=self.topology.world_size,
+                timeout=self.timeout,
+            )
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            where = "this process" if self._meeting is None else self._meeting.address
+            raise meeting.explain_start(error, where) from error
+
+    def tell_phase(self, name: str) -> None:
+        """Makes known what this rank does, for the report of a failure; never fails."""
+        with contextlib.suppress(DdpProfilerError):
+            self.store.set(phase_key(self.rank), name)
+
+    def watch(self, on_failure: Callable[[], None], on_lost: Callable[[str], None]) -> None:
+        """Begins to watch whether the run is lost, unless this rank is alone.
+
+        Args:
+            on_failure: Told once, on a thread, when any rank has noted a failure.
+            on_lost: Told once, on a thread, when this rank has to be ended, and why.
+        """
+        if self._meeting is None:
+            return
+        limit_s = self.timeout.total_seconds() + _GRACE_S
+        self._watch = Watch(
+            self._connection(limit_s, limit_s),
+            self.rank,
+            self.topology.world_size,
+            limit_s=limit_s,
+            farewell_s=_FAREWELL_S,
+            on_failure=on_failure,
+            on_lost=on_lost,
+        )
+        self._watch.start()
+
+    def failure_board(self) -> FailureBoard:
+        """Returns failures of all ranks, over a connection of its own that nothing holds up."""
+        store = self.store if self._meeting is None else None
+        with contextlib.suppress(DdpProfilerError, NoAnswerError, dist.DistError):
+            store = store or self._connection(_REPORT_S, _REPORT_S)
+        return FailureBoard(store, self.rank, self.hosts)
+
+    @property
+    def watch_interval_s(self) -> float:
+        """Seconds between two signs of life of a rank; 0 where nothing watches."""
+        return self._watch.interval_s if self._watch else 0.0
+
+    def _connection(self, open_s: float, answer_s: float) -> BoundedStore:
+        assert self._meeting is not None
+        return BoundedStore(self._meeting.second_store(open_s), answer_s, self.store.where)
 
     @property
     def rank(self) -> int:
@@ -133,6 +219,10 @@ class Session:
         limit = self.timeout.total_seconds() if limit_s is None else limit_s
         pause = _SHORTEST_PAUSE_S
         while not self.store.check([key]):
+            if self._watch is not None and self._watch.failed:
+                raise DdpProfilerError(
+                    f"Rank {self.rank} stopped waiting for {key!r}: another rank has failed."
+                )
             now = self.store.add(heartbeat, 0) if heartbeat else beats
             if now != beats:
                 beats, moved = now, time.monotonic()
@@ -227,6 +317,9 @@ class Session:
             DdpProfilerError: A rank did not come in time.
         """
         before()
+        if self._watch is not None:
+            # A rank that leaves may take the store with it.
+            self._watch.stop()
         self.publish(f"closed/{self.rank}", True)
         if self.rank == 0:
             try:
@@ -238,20 +331,3 @@ class Session:
         else:
             self.learn("all closed", heartbeat=heartbeat)
         dist.destroy_process_group()
-
-
-def _explain_start(error: Exception, timeout_s: float) -> DdpProfilerError:
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-        return UsageError(
-            f"Port {os.environ.get('MASTER_PORT')} is in use by another process.",
-            "Choose another --master-port, or start torchrun with --standalone.",
-        )
-    if isinstance(error, dist.DistStoreError) or "timed out" in text.lower():
-        return UsageError(
-            f"Not all {os.environ.get('WORLD_SIZE')} ranks met at {address} within "
-            f"{timeout_s:g} s.",
-            "Check that every node was started and that the address can be reached.",
-        )
-    return InputError(f"The process group could not be started at {address}: {text}", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -59,11 +59,28 @@ class Progress(Protocol):
         ...
 
 
-@dataclass
 class Phase:
-    """What this rank is doing now, for error messages."""
+    """What this rank is doing now, for error messages.
 
-    name: str = "start-up"
+    Args:
+        name: The first phase.
+    """
+
+    def __init__(self, name: str = "start-up") -> None:
+        self._name = name
+        self.on_change: Callable[[str], None] = lambda _: None
+        """Told each new name, outside measured steps."""
+
+    @property
+    def name(self) -> str:
+        """What this rank is doing."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        if name != self._name:
+            self._name = name
+            self.on_change(name)
 
 
 def make_timeline(device: torch.device, clock: Clock = monotonic_clock) -> Timeline:

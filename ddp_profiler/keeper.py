@@ -1,0 +1,213 @@
+"""Keeps a run's description: claims the folder, writes ``run.json`` as the run goes.
+
+One rank on each file system keeps it; the others have nothing to write. What belongs to the
+end of a run whose nodes share no file system is here too: bringing their parts to rank 0.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ddp_profiler import units
+from ddp_profiler._version import __version__
+from ddp_profiler.config import StudyConfig
+from ddp_profiler.errors import InputError, UsageError
+from ddp_profiler.measure import collect
+from ddp_profiler.measure.folders import settle_folders
+from ddp_profiler.measure.session import Session
+from ddp_profiler.record import parts as record_parts
+from ddp_profiler.record import paths, writer
+from ddp_profiler.schema import SCHEMA_VERSION, LevelSettings, RecordPart, RunInfo
+from ddp_profiler.workload import Workload
+
+Say = Callable[[str], None]
+
+
+class RunKeeper:
+    """A run's description on one rank.
+
+    Attributes:
+        folder: The folder that this rank keeps; None on a rank that keeps none.
+        info: What is written there.
+
+    Args:
+        rank: Global rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._lock = threading.Lock()
+        self.folder: Path | None = None
+        self.info: RunInfo | None = None
+
+    def claim(self, folder: Path, info: RunInfo) -> None:
+        """Claims a folder for a run and describes the run there.
+
+        Raises:
+            UsageError: The folder is taken or cannot be written.
+        """
+        paths.claim_folder(folder)
+        self.folder, self.info = folder, info
+        self.update()
+
+    def update(self, **changes: Any) -> None:
+        """Writes ``run.json`` with some fields changed, where this rank keeps one."""
+        with self._lock:
+            if self.folder is not None and self.info is not None:
+                self.info = replace(self.info, **changes)
+                writer.write_run_info(self.folder, self.info)
+
+    def settle(self, session: Session, folder: Path, described: RunInfo) -> tuple[RecordPart, ...]:
+        """Finds this rank's folder: the run's own, or one that this node claims for the run.
+
+        Returns:
+            The folders in use, the same on every rank; empty if all ranks see one.
+
+        Raises:
+            UsageError: A node's folder cannot be used; every rank raises it.
+        """
+        try:
+            return settle_folders(
+                session,
+                session.topology.world_size,
+                socket.gethostname(),
+                folder,
+                lambda: record_parts.keeper_of(folder, described.run_id),
+                lambda: self.claim(folder, replace(described, keeper=self._rank)),
+            )
+        except UsageError:
+            # Nothing was measured: the folder is free for the next try.
+            if self.folder is not None:
+                paths.release_folder(self.folder)
+                self.folder = self.info = None
+            raise
+
+
+def describe(
+    config: StudyConfig,
+    workload: Workload,
+    world_size: int,
+    levels: tuple[LevelSettings, ...],
+    now: datetime,
+) -> RunInfo:
+    """Describes a run that begins now."""
+    settings = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in asdict(config).items()
+    }
+    settings |= {
+        "tokens_per_sample": workload.tokens_per_sample,
+        "model_options": dict(workload.options),
+    }
+    return RunInfo(
+        schema_version=SCHEMA_VERSION,
+        run_id=f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}",
+        status="running",
+        created=now.isoformat(timespec="seconds"),
+        profiler_version=__version__,
+        world_size=world_size,
+        settings=settings,
+        levels=levels,
+    )
+
+
+class PartsCollection:
+    """Brings the files of ranks that do not see rank 0's folder to it.
+
+    All ranks make one before they measure.
+
+    Args:
+        session: This rank's part in the launch.
+        parts: The folders in use; empty if all ranks see one.
+        folder: The run folder.
+        say: Shows a line to the user.
+    """
+
+    def __init__(
+        self, session: Session, parts: Sequence[RecordPart], folder: Path, say: Say
+    ) -> None:
+        self._session = session
+        self._parts = parts
+        self._folder = folder
+        self._say = say
+        self._senders = [rank for part in parts if part.keeper != 0 for rank in part.ranks]
+        self._carrier: collect.GroupCarrier | None = None
+        if self._senders:
+            own_group = session.device.backend != "gloo"
+            self._carrier = collect.GroupCarrier(session, self._senders, own_group=own_group)
+
+    def run(self) -> dict[int, str] | None:
+        """Collects, or hands over; what goes wrong is said and loses nothing.
+
+        Returns:
+            On rank 0 the ranks whose files did not come, each with the reason. On other ranks
+            nothing, or None if rank 0 cannot be reached any more.
+        """
+        rank, carrier = self._session.rank, self._carrier
+        if carrier is None or (rank != 0 and rank not in self._senders):
+            return {}
+        if rank == 0:
+            return collect.collect(
+                carrier,
+                self._senders,
+                lambda sender, size, digest: record_parts.PartWriter(
+                    self._folder, sender, size, digest
+                ),
+                _Progress(self._say),
+            )
+        reason = collect.hand_over(carrier, paths.rank_file(self._folder, rank))
+        if not reason:
+            return {}
+        error = InputError(
+            f"rank {rank} could not hand over its part ({reason}). It is kept on "
+            f"{socket.gethostname()} in {self._folder.absolute()}.",
+            "Copy that folder to rank 0's node and join both with: ddp-profiler merge",
+        )
+        self._say(_safe(error))
+        return None
+
+    def tell_lost(self, lost: Mapping[int, str]) -> None:
+        """Says which ranks' files were not collected, where they are, and what to do."""
+        kept = [
+            f"{units.ranks(there)} on {part.hostname} in {part.folder}"
+            for part in self._parts
+            if (there := [rank for rank in part.ranks if rank in lost])
+        ]
+        error = InputError(
+            f"not all parts were collected ({'; '.join(dict.fromkeys(lost.values()))}). They are "
+            f"kept: {'; '.join(kept)}.",
+            "Copy what is missing to this node and join: "
+            f"ddp-profiler merge {self._folder} DIR... --out RUN",
+        )
+        self._say(_safe(error))
+
+
+def _safe(error: InputError) -> str:
+    """Returns an error's lines; what names of files hold is made safe for a terminal."""
+    return "\n".join(units.printable(line) for line in str(error).splitlines())
+
+
+class _Progress:
+    """Says how far a collection is, if it takes long."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._next_s = time.monotonic() + 2
+
+    def __call__(self, done: int, total: int) -> None:
+        """Is told how many bytes have come, of how many."""
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._next_s = now + 10
+            self._say(
+                f"collecting the parts of other nodes: {units.nbytes(done)} of "
+                f"{units.nbytes(total)}"
+            )

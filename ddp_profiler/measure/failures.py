@@ -1,0 +1,134 @@
+"""What ranks tell each other when a run fails: who failed first, and what each was doing."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ddp_profiler.errors import InputError
+from ddp_profiler.measure.bounded import BoundedStore
+from ddp_profiler.measure.watch import FAILURES, alive_key
+from ddp_profiler.schema import Failure, RankPhase
+
+_REPORTED = "reported"
+_PAUSE_S = 0.05
+
+
+def phase_key(rank: int) -> str:
+    """Returns the key of a rank's current phase."""
+    return f"phase/{rank}"
+
+
+class FailureBoard:
+    """Failures and phases of all ranks, as far as the store can still be asked.
+
+    Args:
+        store: What ranks talk through; None for a rank that has not met the others.
+        rank: Global rank.
+        hosts: Name of each rank's node, by rank.
+    """
+
+    def __init__(self, store: BoundedStore | None, rank: int, hosts: Sequence[str]) -> None:
+        self._store = store
+        self._rank = rank
+        self._hosts = hosts
+
+    def note(self, phase: str, message: str) -> tuple[Failure, ...]:
+        """Notes this rank's failure and returns all that are known, the first one first."""
+        host = self._hosts[self._rank] if self._hosts else ""
+        own = Failure(self._rank, phase, message, host)
+        if self._store is None:
+            return (own,)
+        try:
+            # The text before the number: who reads the number finds the text.
+            self._store.set(f"failure of/{self._rank}", msgspec.json.encode(own))
+            number = self._store.add(FAILURES, 1)
+            self._store.set(f"failure/{number}", msgspec.json.encode(own))
+        except InputError:
+            return (own,)
+        return self.known() or (own,)
+
+    def known(self) -> tuple[Failure, ...]:
+        """Returns the failures noted so far; none where the store cannot be asked."""
+        store = self._store
+        if store is None:
+            return ()
+        try:
+            keys = [f"failure/{n + 1}" for n in range(store.add(FAILURES, 0))]
+            # A rank that died between number and text leaves a gap.
+            there = keys if not keys or store.check(keys) else [k for k in keys if store.check([k])]
+            found = store.multi_get(there) if there else []
+        except InputError:
+            return ()
+        return tuple(msgspec.json.decode(raw, type=Failure) for raw in found)
+
+    def settle(self, watch_interval_s: float) -> tuple[tuple[Failure, ...], tuple[RankPhase, ...]]:
+        """Waits a moment for other ranks' failures and signs of life.
+
+        Ends at once when all ranks have noted a failure.
+
+        Args:
+            watch_interval_s: Seconds between two signs of life of a rank.
+
+        Returns:
+            The failures, the first one first; the last phase of each rank, empty where the
+            store cannot be asked.
+        """
+        world_size = len(self._hosts)
+        if self._store is None:
+            return (), ()
+        before = self._alive()
+        deadline = time.monotonic() + 2.5 * watch_interval_s
+        while len(failures := self.known()) < world_size and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+        after = self._alive()
+        failed = {failure.rank: failure for failure in failures}
+        try:
+            raw = self._store.multi_get([phase_key(rank) for rank in range(world_size)])
+        except InputError:
+            return failures, ()
+        phases = []
+        for rank, text in enumerate(raw):
+            responds: bool | None = None
+            if rank == self._rank or rank in failed:
+                responds = True
+            elif before is not None and after is not None:
+                responds = after[rank] > before[rank]
+            phase = failed[rank].phase if rank in failed else text.decode()
+            phases.append(RankPhase(rank, self._hosts[rank], phase, responds))
+        return failures, tuple(phases)
+
+    def mark_reported(self) -> None:
+        """Tells other ranks that the failure is kept and shown."""
+        if self._store is not None:
+            with contextlib.suppress(InputError):
+                self._store.set(_REPORTED, "1")
+
+    def await_report(self, limit_s: float) -> None:
+        """Waits until rank 0 has kept and shown the failure, and not longer than the limit."""
+        deadline = time.monotonic() + limit_s
+        with contextlib.suppress(InputError):
+            while (
+                self._store is not None
+                and time.monotonic() < deadline
+                and not self._store.check([_REPORTED])
+            ):
+                time.sleep(_PAUSE_S)
+
+    def _alive(self) -> dict[int, int] | None:
+        """Returns each rank's count of signs of life; None where the store cannot be asked."""
+        counts: dict[int, int] = {}
+        store: Any = self._store
+        try:
+            keys = [alive_key(rank) for rank in range(len(self._hosts))]
+            if store.check(keys):
+                return {rank: int(raw) for rank, raw in enumerate(store.multi_get(keys))}
+            for rank, key in enumerate(keys):
+                counts[rank] = store.add(key, 0)
+        except (InputError, ValueError):
+            return None
+        return counts
