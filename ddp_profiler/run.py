@@ -246,6 +246,8 @@ class _Worker:
         finally:
             stream.close()
         phase.name = "collecting the parts of other nodes"
+        if parts:
+            self._share_facts(session)
         lost = collection.run()
         phase.name = "closing"
         if lost is None:
@@ -291,6 +293,18 @@ class _Worker:
                 environment=described.environment,
                 parts=described.parts,
             )
+
+    def _share_facts(self, session: Any) -> None:
+        """Gives every keeper what rank 0 knows: the clocks, and what the machine gave each rank."""
+        keeper = self._keeper
+        if self.topology.rank == 0:
+            session.publish("facts", (keeper.info.facts, keeper.info.clocks))
+        elif keeper.info is not None:
+            # Without it the node's own folder says less, and its part is whole all the same.
+            with contextlib.suppress(DdpProfilerError):
+                self._keep_facts(
+                    *session.learn("facts", tuple[tuple[LevelFacts, ...], tuple[ClockReading, ...]])
+                )
 
     def _keep_facts(self, facts: tuple[LevelFacts, ...], clocks: tuple[ClockReading, ...]) -> None:
         """Writes what is known so far: a run that dies later can be read."""

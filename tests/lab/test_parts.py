@@ -15,7 +15,7 @@ pytestmark = pytest.mark.lab
 OPTIONS = (
     *("-m", "ddp_profiler.run", "--model", "timed:layers=2,parameters=20000"),
     *("--steps", "3", "--warmup", "2", "--allreduce-max-mb", "0.1", "--threads-per-rank", "1"),
-    *("--out", "runs/run"),
+    *("--placement", "packed", "--out", "runs/run"),
 )
 
 
