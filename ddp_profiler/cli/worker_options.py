@@ -186,7 +186,7 @@ _defaults = StudyConfig()
     multiple=True,
     metavar="SPEC",
     help="FOR TESTS ONLY: plant a fault, such as a delay: part=backward,ms=30,rank=1; "
-    "docs/accuracy.md lists them.",
+    "docs/lab.md lists them.",
 )
 @click.option("--debug", is_flag=True, help="Show the stack trace of an error.")
 def command(**options: Any) -> StudyConfig:
