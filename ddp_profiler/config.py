@@ -137,6 +137,55 @@ class StudyConfig:
         _one_of("--placement", self.placement, PLACEMENTS)
 
 
+@dataclass(frozen=True)
+class ScriptConfig:
+    """Settings for observing a training script.
+
+    Attributes:
+        script: Path of the script, or name of the module.
+        arguments: The script's own arguments.
+        module: Whether ``script`` names a module, as in ``python -m``.
+        steps: Optimizer steps to observe in each variant (plain, instrumented).
+        warmup: Optimizer steps before that, recorded and left out by the analysis.
+        batch_dim: Dimension of forward's first tensor that counts samples.
+        expect_global_batch: The global batch that the user believes to have; checked.
+        timeout_s: Seconds after which waiting for other ranks at the start is given up.
+        out: Run folder; a fresh one below runs/ where None.
+        debug: Show stack traces of our own errors.
+
+    Raises:
+        UsageError: A setting is out of its range.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    steps: int = 20
+    warmup: int = 5
+    batch_dim: int = 0
+    expect_global_batch: int | None = None
+    timeout_s: float = 300.0
+    out: Path | None = None
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("--steps", self.steps, 1)
+        _at_least("--warmup", self.warmup, MIN_WARMUP)
+        _at_least("--batch-dim", self.batch_dim, 0)
+        if self.expect_global_batch is not None:
+            _at_least("--expect-global-batch", self.expect_global_batch, 1)
+        if not 0 < self.timeout_s <= _LONGEST_TIMEOUT_S:
+            raise UsageError(
+                f"--timeout {self.timeout_s:g} is no time between 0 and {_LONGEST_TIMEOUT_S:g} s.",
+                "It is a time in seconds.",
+            )
+        if not self.module and not Path(self.script).is_file():
+            raise UsageError(
+                f"There is no script {self.script}.",
+                "Name a file, or a module with --module NAME; options of ours come before it.",
+            )
+
+
 def parse_numbers(option: str, text: str) -> tuple[int, ...]:
     """Reads a comma-separated list of whole numbers, such as ``1,2,4``.
 

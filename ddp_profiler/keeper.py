@@ -18,7 +18,7 @@ from typing import Any
 
 from ddp_profiler import units
 from ddp_profiler._version import __version__
-from ddp_profiler.config import StudyConfig
+from ddp_profiler.config import ScriptConfig, StudyConfig
 from ddp_profiler.errors import InputError, UsageError
 from ddp_profiler.measure import collect
 from ddp_profiler.measure.folders import settle_folders
@@ -116,6 +116,24 @@ def describe(
         world_size=world_size,
         settings=settings,
         levels=levels,
+    )
+
+
+def describe_script(config: ScriptConfig, world_size: int, name: str, now: datetime) -> RunInfo:
+    """Describes the run of a script that begins now; its level is known when it has trained."""
+    settings = {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in asdict(config).items()
+    }
+    return RunInfo(
+        schema_version=SCHEMA_VERSION,
+        run_id=f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}",
+        status="running",
+        created=now.isoformat(timespec="seconds"),
+        profiler_version=__version__,
+        world_size=world_size,
+        settings={**settings, "model": name},
+        levels=(),
     )
 
 

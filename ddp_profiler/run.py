@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from ddp_profiler.analysis.results import Summary
 from ddp_profiler.cli import error_text, parse_click, worker_options, write_out
-from ddp_profiler.config import StudyConfig
+from ddp_profiler.config import ScriptConfig, StudyConfig
 from ddp_profiler.errors import EXIT_DONE, CheckFailed, DdpProfilerError, InputError
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure.topology import Topology, place_levels, plan_levels, read_topology
@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = parse_click(worker_options.command, given, NAME, quiet=not speaks)
     except DdpProfilerError as error:
         return _complain(error, speaks)
+    if isinstance(config, ScriptConfig):
+        return _run_script(config, topology)
     if not isinstance(config, StudyConfig):  # --help was asked for
         return EXIT_DONE
     if not topology.launched:
@@ -80,6 +82,23 @@ def _complain(error: DdpProfilerError, speaks: bool) -> int:
 
 def _say(text: str) -> None:
     print(f"{NAME}: {text}", file=sys.stderr, flush=True)
+
+
+def _run_script(config: ScriptConfig, topology: Topology) -> int:
+    """Runs a script of the user's and shows what was seen; returns the exit code."""
+    from ddp_profiler.script import ScriptRun
+
+    def show(folder: Path) -> None:
+        # stdout is the script's.
+        with contextlib.redirect_stdout(sys.stderr):
+            _conclude(folder, config.debug)
+
+    script = ScriptRun(config, topology, _say, show)
+    try:
+        script.prepare()
+    except DdpProfilerError as error:
+        return _complain(error, speaks=topology.local_rank == 0)
+    return script.run()
 
 
 class _Worker:

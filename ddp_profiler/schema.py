@@ -45,6 +45,17 @@ class SpanKind(IntEnum):
     """A point: the gradient of parameter ``index`` is ready (no_sync baseline)."""
     ALLREDUCE = 11
     """An AllReduce in isolation: ``bytes`` reduced, ``index`` its ordinal among equal ones."""
+    INTERRUPTION = 12
+    """Something in a script's step that is no training; ``index`` is an :class:`Interruption`."""
+
+
+class Interruption(IntEnum):
+    """Why a step of a script does not count. Stored as a small integer; never renumber."""
+
+    EVALUATION = 0
+    """The model was called without gradients."""
+    CHECKPOINT = 1
+    """Something was saved."""
 
 
 class Variant(IntEnum):

@@ -14,21 +14,28 @@ from ddp_profiler.config import (
     PLACEMENTS,
     PRECISIONS,
     SCALINGS,
+    ScriptConfig,
     StudyConfig,
     parse_numbers,
 )
 from ddp_profiler.workload.catalog import BUILTIN_MODELS
 
 _MODELS = "\n".join(f"    {name:<10} {text}" for name, text in BUILTIN_MODELS.items())
-_HELP = f"""Time every part of a data-parallel training step at several scales.
+_HELP = f"""Time every part of a data-parallel training step.
 
-Trains a model at dp = 1, 2, 4, ... up to the number of ranks, in this one launch,
-and shows how long data, forward, backward, exposed and hidden communication and
-the optimizer take at each. Works without any option.
+Without SCRIPT: trains a model at dp = 1, 2, 4, ... up to the number of ranks, in this
+one launch, and shows how long data, forward, backward, exposed and hidden
+communication and the optimizer take at each. Works without any option.
+
+With SCRIPT: runs your own training script, unchanged, with ARGS, and shows the same
+of some of its steps (--warmup, --steps). Its output, exit code and results stay what
+they are; ours goes to stderr. Options of ours come before SCRIPT.
 
 \b
 Examples:
     torchrun --nproc_per_node=8 -m ddp_profiler.run
+    torchrun --nproc_per_node=8 -m ddp_profiler.run train.py --lr 3e-4
+    torchrun --nproc_per_node=8 -m ddp_profiler.run --module package.train --lr 3e-4
     torchrun --nproc_per_node=8 -m ddp_profiler.run --data FILE --accumulate 1,4
     torchrun --nproc_per_node=2 -m ddp_profiler.run --model mlp:width=2048 --dp 2
 
@@ -38,8 +45,13 @@ Models (options after a colon, as in mlp:width=2048,depth=8):
     package.module:factory   a model of your own, see docs/custom-models.md
 
 Exit codes: 0 done; 1 a check that you asked for does not hold; 2 wrong usage or
-settings; 3 unusable input. torchrun itself ends with 1 when a rank fails.
+settings; 3 unusable input; with SCRIPT, the script's own. torchrun itself ends with 1
+when a rank fails.
 """
+
+_FOR_SCRIPTS = frozenset(
+    {"steps", "warmup", "expect_global_batch", "timeout_s", "out", "debug", "batch_dim", "module"}
+)
 
 
 def _numbers(
@@ -53,7 +65,20 @@ def _numbers(
 _defaults = StudyConfig()
 
 
-@click.command(help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    help=_HELP,
+    # What follows SCRIPT belongs to the script.
+    context_settings={"help_option_names": ["-h", "--help"], "allow_interspersed_args": False},
+)
+@click.argument("words", metavar="[SCRIPT [ARGS]...]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
+@click.option(
+    "--batch-dim",
+    type=int,
+    default=0,
+    show_default=True,
+    help="With SCRIPT: the dimension of the model's first input that counts samples.",
+)
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Model, with its options.")
 @click.option(
     "--data",
@@ -189,6 +214,25 @@ _defaults = StudyConfig()
     "docs/lab.md lists them.",
 )
 @click.option("--debug", is_flag=True, help="Show the stack trace of an error.")
-def command(**options: Any) -> StudyConfig:
+@click.pass_context
+def command(
+    context: click.Context, /, words: tuple[str, ...], **options: Any
+) -> StudyConfig | ScriptConfig:
     """Returns the settings that the options give."""
-    return StudyConfig(**options)
+    given = {
+        name
+        for name in options
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+    }
+    if words:
+        _refuse(context, given - _FOR_SCRIPTS, "belongs to studies, not to a script of your own")
+        chosen = {name: options[name] for name in _FOR_SCRIPTS}
+        return ScriptConfig(script=words[0], arguments=words[1:], **chosen)
+    _refuse(context, given & {"module", "batch_dim"}, "needs the SCRIPT that it is about")
+    return StudyConfig(**{k: v for k, v in options.items() if k not in ("module", "batch_dim")})
+
+
+def _refuse(context: click.Context, names: set[str], why: str) -> None:
+    for parameter in context.command.params:
+        if parameter.name in names:
+            raise click.UsageError(f"{parameter.opts[0]} {why}.")

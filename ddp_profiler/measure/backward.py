@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +34,13 @@ class BackwardWatch:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def watch(self, loss: Tensor) -> None:
-        """Marks the end of the next backward pass through ``loss``; changes no gradient."""
-        loss.register_hook(self._at_first_gradient)  # type: ignore[no-untyped-call]
+    def watch(self, loss: Tensor) -> Any:
+        """Marks the end of the next backward pass through ``loss``; changes no gradient.
+
+        Returns:
+            A handle whose ``remove`` ends that.
+        """
+        return loss.register_hook(self._at_first_gradient)  # type: ignore[no-untyped-call]
 
     def _at_first_gradient(self, _: Tensor) -> None:
         self._recorder.backward_pass = current_pass()

@@ -127,15 +127,20 @@ def concatenate(batches: Sequence[Any]) -> Any:
     raise ValueError(f"micro-batches that hold a {type(first).__name__} cannot be concatenated")
 
 
-def number_of_samples(inputs: object) -> int | None:
-    """Returns the leading dimension of the first tensor in forward's inputs; None without one."""
+def number_of_samples(inputs: object, dimension: int = 0) -> int | None:
+    """Returns the size of the first tensor in forward's inputs; None without one.
+
+    Args:
+        inputs: Tensors in dictionaries, tuples and lists.
+        dimension: The dimension of that tensor that counts samples.
+    """
     if isinstance(inputs, Tensor):
-        return int(inputs.shape[0]) if inputs.dim() else None
+        return int(inputs.shape[dimension]) if inputs.dim() > dimension else None
     if isinstance(inputs, dict):
         inputs = tuple(inputs.values())
     if isinstance(inputs, (tuple, list)):
         for item in inputs:
-            found = number_of_samples(item)
+            found = number_of_samples(item, dimension)
             if found is not None:
                 return found
     return None

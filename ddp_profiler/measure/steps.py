@@ -1,0 +1,200 @@
+"""Finds micro-steps and optimizer steps in what a training script does.
+
+A script tells nobody where its steps begin. What can be seen are single acts: a batch is
+fetched, a model is called, a backward runs, an optimizer steps. A step ends with the last act
+of the optimizers before anything else happens, and the next one begins there, so that the
+steps of a script leave no time out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ddp_profiler.measure.clock import Mark
+from ddp_profiler.measure.marks import Recorder
+from ddp_profiler.schema import Interruption, SpanKind, Variant
+
+_OBSERVED = (Variant.WARMUP, Variant.INSTRUMENTED)
+
+
+class StepTracker:
+    """Turns the acts of a script into spans of micro-steps and steps.
+
+    Each act is announced before it begins, by :meth:`act`, and told when it has ended.
+
+    Args:
+        recorder: Takes the spans.
+        plan: Variants and numbers of steps, one block after the other.
+        switch: Told, between two steps, the variant of the block that begins; None at the end
+            of the plan.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        plan: Sequence[tuple[Variant, int]],
+        switch: Callable[[Variant | None], None],
+    ) -> None:
+        self.recorder = recorder
+        self.step = 0
+        self.micro_steps: list[int] = []
+        """Backward calls of each observed step."""
+        self.samples: list[int] = []
+        """Samples that entered each observed micro-step."""
+        self.acts = 0
+        """Fetches, forwards and backwards so far."""
+        self.last_act_ended: Mark | None = None
+        self._plan = list(plan)
+        self._switch = switch
+        self._block = -1
+        self._left = 0
+        self._variant: Variant | None = None
+        self._begin: Mark | None = None
+        self._end: Mark | None = None
+        self._micro_step = 0
+        self._forwards = 0
+        self._had_backward = False
+        self._next_block()
+
+    @property
+    def observing(self) -> bool:
+        """Whether acts are recorded now, and not only the steps that they end."""
+        return self._variant in _OBSERVED
+
+    @property
+    def done(self) -> bool:
+        """Whether all blocks of the plan have been trained."""
+        return self._variant is None
+
+    def act(self, *, of_optimizer: bool = False) -> None:
+        """Announces an act: a fetch, a forward, a backward, or one of the optimizers.
+
+        Args:
+            of_optimizer: Whether it is one that may end a step: optimizer.step, zero_grad.
+        """
+        if self.done:
+            return
+        if self._end is not None and not of_optimizer:
+            self._close_step()
+            if self.done:
+                return
+        if self._begin is None:
+            self._begin = self.recorder.mark()
+            self._begin_micro_step(0)
+
+    def fetched(self, begin: Mark, end: Mark) -> None:
+        """Tells that the loop has waited for its next batch."""
+        self._acted(end)
+        if not self.observing:
+            return
+        self._next_micro_step()
+        self.recorder.span(SpanKind.DATA, begin, end)
+
+    def called(self, begin: Mark, end: Mark, samples: int | None) -> None:
+        """Tells that the model has been called.
+
+        Where several calls share one backward, the samples of the first count.
+        """
+        self._acted(end)
+        if not self.observing:
+            return
+        first = self._forwards == 0
+        self._forwards += 1
+        if first and samples is not None:
+            self.samples.append(samples)
+        self.recorder.span(SpanKind.FORWARD, begin, end, samples=samples if first else None)
+
+    def begins_backward(self) -> None:
+        """Tells that a backward begins; one that follows another is a micro-step of its own."""
+        if self.observing and self._had_backward:
+            self._next_micro_step()
+
+    def went_back(self, begin: Mark, end: Mark) -> None:
+        """Tells that backward has returned."""
+        self._acted(end)
+        if self.observing:
+            self._had_backward = True
+            self.recorder.span(SpanKind.BACKWARD, begin, end)
+
+    def optimized(self, begin: Mark, end: Mark, *, ends_step: bool) -> None:
+        """Tells that an optimizer has stepped or has set gradients to zero.
+
+        Args:
+            begin: When it began.
+            end: When it had ended.
+            ends_step: Whether it was a step, or follows one.
+        """
+        if self.done:
+            return
+        if self.observing:
+            self.recorder.span(SpanKind.OPTIMIZER, begin, end)
+        if ends_step or self._end is not None:
+            self._end = end
+
+    def interrupted(self, reason: Interruption, begin: Mark, end: Mark) -> None:
+        """Tells of something inside a step that is no training: an evaluation, a checkpoint."""
+        if not self.done and self._begin is not None:
+            self.recorder.span(SpanKind.INTERRUPTION, begin, end, index=int(reason))
+
+    def finish(self) -> None:
+        """Ends the last step where an optimizer has stepped; what is incomplete has no step."""
+        if not self.done and self._end is not None:
+            self._close_step()
+        self.recorder.flush()
+
+    def begins_call(self) -> None:
+        """Tells that a forward begins; after a backward it begins a micro-step."""
+        if self.observing:
+            self._next_micro_step()
+
+    def _acted(self, end: Mark) -> None:
+        self.acts += 1
+        self.last_act_ended = end
+
+    def _next_micro_step(self) -> None:
+        if self._had_backward:
+            self._begin_micro_step(self._micro_step + 1)
+
+    def _begin_micro_step(self, number: int) -> None:
+        self._micro_step = number
+        self._forwards = 0
+        self._had_backward = False
+        self.recorder.begin_micro_step(self.step, number)
+
+    def _close_step(self) -> None:
+        if self.observing:
+            self.micro_steps.append(self._micro_step + 1)
+        self.recorder.begin_micro_step(self.step, -1)
+        self.recorder.step_span(self._begin, self._end)
+        self.step += 1
+        self._begin, self._end = self._end, None
+        self._left -= 1
+        if self._left == 0:
+            self.recorder.flush()
+            # Writing has taken time that belongs to no step.
+            self._begin = None
+            self._next_block()
+        if self._begin is not None:
+            self._begin_micro_step(0)
+
+    def _next_block(self) -> None:
+        if not self._plan:
+            self._variant = None
+            self._switch(None)
+            return
+        self._variant, self._left = self._plan.pop(0)
+        self._block += 1
+        self.recorder.begin_block(0, 0, self._block, self._variant)
+        self._switch(self._variant)
+
+
+def typical(values: Sequence[int], otherwise: int) -> int:
+    """Returns the value that occurs most, the smallest of several; ``otherwise`` of none.
+
+    >>> typical([4, 4, 2], 1), typical([], 1)
+    (4, 1)
+    """
+    counts: dict[int, int] = {}
+    for value in values:
+        counts[value] = counts.get(value, 0) + 1
+    return min(counts, key=lambda value: (-counts[value], value), default=otherwise)
