@@ -13,13 +13,14 @@ import runpy
 import signal
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -28,21 +29,43 @@ from ddp_profiler.errors import EXIT_DONE
 from ddp_profiler.keeper import RunKeeper, describe_script
 from ddp_profiler.measure import environment
 from ddp_profiler.measure.attachment import Attachment
-from ddp_profiler.measure.leave import leave
+from ddp_profiler.measure.leave import leave, leave_by
 from ddp_profiler.measure.loop import block_plan
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.measure.script_board import ScriptBoard
 from ddp_profiler.measure.steps import typical
 from ddp_profiler.measure.study import make_timeline
 from ddp_profiler.measure.topology import Topology
-from ddp_profiler.record import paths, writer
-from ddp_profiler.schema import Failure, LevelFacts, LevelSettings, RankPlace, RunInfo, Variant
+from ddp_profiler.record import paths, reader, writer
+from ddp_profiler.schema import (
+    Failure,
+    LevelFacts,
+    LevelSettings,
+    ParameterFacts,
+    RankPlace,
+    RunInfo,
+    Variant,
+)
 
 LEVEL = "script"
 """The id of the only level of such a run."""
 
 _OTHERS_S = 10.0
 """How long rank 0 waits at the end for the records of other ranks."""
+_OTHERS_OF_A_FAILURE_S = 0.5
+"""The same after a failure: ranks of a script that fails need not end together."""
+_OBSERVING = "observing"
+"""The phase of a failure that is ours."""
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a rank's part has ended: what failed, if anything, and when (seconds since 1970)."""
+
+    phase: str
+    message: str
+    hostname: str
+    at_s: float
 
 
 class ScriptRun:
@@ -71,10 +94,16 @@ class ScriptRun:
         self._folder: Path
         self._run_id = ""
         self._stream: writer.SpanWriter | None = None
-        self._failed = False
-        plan = [(Variant.WARMUP, config.warmup), *block_plan(config.steps)]
+        self._failure: str | None = None
+        self._level: LevelSettings | None = None
+        self._facts: LevelFacts | None = None
+        self._environment: dict[str, dict[str, Any]] = {}
         self._attachment = Attachment(
-            self._make_recorder, plan, batch_dim=config.batch_dim, on_failure=self._step_aside
+            self._make_recorder,
+            _plan(config.warmup, config.steps),
+            batch_dim=config.batch_dim,
+            on_failure=self._step_aside,
+            on_block=self._block_begins,
         )
 
     def prepare(self) -> None:
@@ -105,13 +134,16 @@ class ScriptRun:
         except SystemExit as end:
             self._finish(None if end.code in (None, 0) else f"sys.exit({end.code!r})")
             raise
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             self._finish("interrupted")
-            _die_of(signal.SIGINT)
+            _show_error(error)
+            leave_by(signal.SIGINT)
         except BaseException as error:
             first = (str(error).splitlines() or ["no message"])[0]
             self._finish(f"{type(error).__name__}: {first}")
-            _leave_with(error)
+            _show_error(error)
+            # Not by raising it: completions that are still out could abort the interpreter's end.
+            leave(1)
         self._finish(None)
         return EXIT_DONE
 
@@ -133,13 +165,37 @@ class ScriptRun:
         self._board.publish(f"place/{rank}", place)
         return Recorder(make_timeline(device), self._stream.write)
 
+    def _block_begins(self, variant: Variant | None) -> None:
+        """Is told between two blocks; what is kept here a run that is killed leaves behind."""
+        if variant is Variant.WARMUP and self._level is None and self._trained:
+            self._describe(final=False)
+            self._keep()
+        elif variant is None:
+            self._describe(final=True)
+            self._attachment.let_go()
+            self._close_stream()
+            self._keep(status="complete")
+            if self._topology.rank == 0:
+                config = self._config
+                self._say(
+                    f"{config.warmup} + {2 * config.steps} steps were observed; training goes on "
+                    f"without us. ddp-profiler analyze {self._folder} shows them already."
+                )
+
+    @property
+    def _trained(self) -> bool:
+        return self._attachment.started and self._attachment.tracker.step > 0
+
     def _step_aside(self, error: Exception) -> None:
-        self._failed = True
+        """Is told that something of ours has failed; says it once."""
+        if self._failure is not None:
+            return
+        self._failure = f"{type(error).__name__}: {error}"
         if self._config.debug:
-            traceback.print_exc()
+            traceback.print_exception(error)
         self._say(
             f"observing rank {self._topology.rank} has failed and ends; training goes on "
-            f"({type(error).__name__}: {error}). --debug shows the stack trace."
+            f"({self._failure}). --debug shows the stack trace."
         )
 
     # -- afterwards ---------------------------------------------------------------------------
@@ -147,98 +203,150 @@ class ScriptRun:
     def _finish(self, failure: str | None) -> None:
         """Ends the record; what fails here is said and changes nothing for the script."""
         try:
+            self._end_observing()
+        except Exception as error:
+            self._step_aside(error)
+        try:
             self._end_record(failure)
-            if self._keeper.folder is not None and self._attachment.started and not self._failed:
+            if self._keeper.folder is not None and self._level is not None and not self._failure:
                 self._show(self._keeper.folder)
         except Exception as error:
             self._step_aside(error)
 
+    def _end_observing(self) -> None:
+        """Takes out what is still there, and describes what was seen."""
+        attachment = self._attachment
+        try:
+            if attachment.started and not attachment.tracker.done and not self._failure:
+                attachment.tracker.finish()
+                if self._trained:
+                    self._describe(final=True)
+        finally:
+            attachment.uninstall()
+            self._close_stream()
+
+    def _close_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
     def _end_record(self, failure: str | None) -> None:
-        attachment, rank = self._attachment, self._topology.rank
-        if attachment.started:
-            attachment.tracker.finish()
-            facts, level = self._describe_level()
-        attachment.uninstall()
-        if self._stream is not None:
-            self._stream.close()
-        self._board.publish(f"ended/{rank}", failure or "")
+        """Has ``run.json`` say how the run has ended."""
+        rank, built = self._topology.rank, self._attachment.built
+        if failure:
+            end = _End("training", failure, socket.gethostname(), time.time())
+        else:
+            end = _End(_OBSERVING, self._failure or "", socket.gethostname(), time.time())
+        self._board.publish(f"ended/{rank}", end)
         if rank != 0:
+            if failure and not self._board.await_one("ended/0", _OTHERS_OF_A_FAILURE_S):
+                self._keep_for_rank_0(end)
             return
-        if not attachment.started:
+        if not built and not failure:
             self._say(
-                "the script never built DistributedDataParallel, so there is nothing to split. "
-                "FSDP, DataParallel and training without either are not measured."
+                "the script never built DistributedDataParallel, so there is nothing to split; "
+                "FSDP, DataParallel and training without either are not observed. Without SCRIPT, "
+                "a built-in model is measured."
             )
-            self._keeper.update(status="failed" if failure else "complete")
-            return
-        # Not longer: ranks of a script that fails need not end together.
-        self._board.await_all("ended", 0.5 if failure else _OTHERS_S)
-        self._keeper.update(
-            status="failed" if failure else "complete",
-            levels=(level,),
-            facts=(facts,),
-            ranks=self._places(),
-            environment=self._environment(),
-            failures=(Failure(rank, "training", failure, socket.gethostname()),) if failure else (),
+        self._board.await_all("ended", _OTHERS_OF_A_FAILURE_S if failure else _OTHERS_S)
+        ends = {r: self._board.find(f"ended/{r}", _End) for r in range(self._topology.world_size)}
+        failed = sorted(
+            ((r, e) for r, e in ends.items() if e is not None and e.message),
+            key=lambda item: item[1].at_s,
+        )
+        self._keep(
+            status="failed" if failed else "complete",
+            failures=tuple(Failure(r, e.phase, e.message, e.hostname) for r, e in failed),
         )
 
-    def _describe_level(self) -> tuple[LevelFacts, LevelSettings]:
-        """Describes what the script turned out to do, by what this rank has seen."""
+    def _keep_for_rank_0(self, end: _End) -> None:
+        """Notes a failure in ``run.json`` from another rank: rank 0 trains on, and will be killed.
+
+        Where this rank does not see rank 0's folder, torchrun's own report has to do.
+        """
+        if not paths.run_file(self._folder).is_file():
+            return
+        info = reader.read_run_info(self._folder)
+        if info.run_id == self._run_id and not info.failures:
+            rank = self._topology.rank
+            failure = Failure(rank, end.phase, end.message, end.hostname)
+            writer.write_run_info(self._folder, replace(info, status="failed", failures=(failure,)))
+
+    def _keep(self, **changes: Any) -> None:
+        """Writes what is known so far, on rank 0."""
+        if self._topology.rank == 0:
+            if self._level is not None and self._facts is not None:
+                changes |= {"levels": (self._level,), "facts": (self._facts,)}
+                changes |= {"ranks": self._places(), "environment": self._environment}
+            self._keeper.update(**changes)
+
+    def _describe(self, *, final: bool) -> None:
+        """Describes what the script turned out to do, by what this rank has seen.
+
+        Args:
+            final: Whether DDP has built its buckets for good: not before the second step.
+        """
         attachment, tracker = self._attachment, self._attachment.tracker
-        parameters, buckets = attachment.parameters(), attachment.bucket_bytes()
-        facts = LevelFacts(
+        reduced = attachment.reduced()
+        buckets = attachment.bucket_bytes() if final else None
+        first = attachment.ddps[0]
+        self._facts = LevelFacts(
             id=LEVEL,
-            parameters=sum(
-                p.numel()
-                for ddp in attachment.ddps
-                for p in {id(q): q for q in ddp.parameters()}.values()
-                if p.requires_grad
-            ),
-            gradient_bytes=sum(p.nbytes for p in parameters),
+            parameters=sum(p.numel() for p in reduced.values()),
+            gradient_bytes=sum(p.nbytes for p in reduced.values()),
             num_buckets=len(buckets) if buckets else None,
             bucket_bytes=buckets,
             sources=attachment.sources,
-            reduced=parameters,
+            reduced=tuple(ParameterFacts(name, p.nbytes) for name, p in reduced.items()),
         )
-        level = LevelSettings(
+        self._level = LevelSettings(
             id=LEVEL,
-            dp=attachment.ddps[0].process_group.size(),
+            dp=first.process_group.size(),
             micro_batch=typical(tracker.samples, 1),
             accumulation=typical(tracker.micro_steps, 1),
             placement="packed",
             ranks=tuple(range(self._topology.world_size)),
         )
-        return facts, level
+        if not self._environment:
+            self._environment = {
+                "0": environment.describe(
+                    next(first.parameters()).device,
+                    torch.get_num_threads(),
+                    self._topology.local_world_size,
+                    first.process_group._get_backend_name().lower(),
+                )
+            }
 
     def _places(self) -> tuple[RankPlace, ...]:
-        """Returns where the ranks ran that have trained."""
+        """Returns where the ranks run that have built a model so far."""
         found = []
         nodes: dict[str, int] = {}
         for rank in range(self._topology.world_size):
-            place: RankPlace = self._board.learn(f"place/{rank}", RankPlace)
-            node = nodes.setdefault(place.hostname, len(nodes))
-            found.append(replace(place, node=node))
+            place: RankPlace | None = self._board.find(f"place/{rank}", RankPlace)
+            if place is not None:
+                node = nodes.setdefault(place.hostname, len(nodes))
+                found.append(replace(place, node=node))
         return tuple(found)
 
-    def _environment(self) -> dict[str, dict[str, Any]]:
-        device = next(self._attachment.ddps[0].parameters()).device
-        backend = self._attachment.ddps[0].process_group._get_backend_name().lower()
-        return {
-            "0": environment.describe(
-                device, torch.get_num_threads(), self._topology.local_world_size, backend
-            )
-        }
+
+def _plan(warmup: int, steps: int) -> Sequence[tuple[Variant, int]]:
+    """Plans the blocks of a script's steps.
+
+    The warm-up is two blocks: what rank 0 writes between them takes it some time, for which
+    the others wait in the step that follows.
+    """
+    return [(Variant.WARMUP, warmup - 1), (Variant.WARMUP, 1), *block_plan(steps)]
 
 
 def _execute(config: ScriptConfig) -> None:
     """Runs a script or a module as ``python`` would."""
+    sys.argv = [config.script, *config.arguments]
+    # As for `python -m`, the working folder is the first already; with -P there is none.
     if config.module:
-        sys.argv = [config.script, *config.arguments]
-        sys.path[0] = str(Path.cwd())
         runpy.run_module(config.script, run_name="__main__", alter_sys=True)
         return
-    sys.argv = [config.script, *config.arguments]
-    sys.path[0] = str(Path(config.script).resolve().parent)
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(config.script).resolve().parent)
     runpy.run_path(config.script, run_name="__main__")
 
 
@@ -250,15 +358,7 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _leave_with(error: BaseException) -> NoReturn:
-    """Shows an exception as Python would, and ends as Python would: with code 1."""
+def _show_error(error: BaseException) -> None:
+    """Shows an exception as Python would."""
     shown = error.with_traceback(_own_frames(error.__traceback__))
     sys.excepthook(type(shown), shown, shown.__traceback__)
-    leave(1)
-
-
-def _die_of(number: signal.Signals) -> NoReturn:
-    """Ends this process by a signal, as if nobody had caught it."""
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-    leave(128 + number)

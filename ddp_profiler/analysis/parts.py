@@ -178,7 +178,7 @@ def derive_steps(rank: int, columns: Columns, level: int, variant: Variant) -> S
     chosen = (columns["level"] == level) & (columns["variant"] == int(variant))
     spans = {name: values[chosen].astype(np.int64) for name, values in columns.items()}
     kind = spans["kind"]
-    step_key = _step_key(spans["repetition"], spans["step"])
+    step_key = step_keys(spans["repetition"], spans["step"])
 
     is_step = kind == SpanKind.STEP
     order = np.argsort(spans["begin_ns"][is_step], kind="stable")
@@ -283,7 +283,7 @@ def ready_times(columns: Columns, level: int, parameters: int) -> Floats:
     """
     chosen = (columns["level"] == level) & (columns["variant"] == int(Variant.READY))
     spans = {name: values[chosen].astype(np.int64) for name, values in columns.items()}
-    key = _call_key(_step_key(spans["repetition"], spans["step"]), spans["micro_step"])
+    key = _call_key(step_keys(spans["repetition"], spans["step"]), spans["micro_step"])
     is_call = spans["kind"] == SpanKind.BACKWARD
     is_ready = (spans["kind"] == SpanKind.GRADIENT_READY) & (spans["index"] < parameters)
     begin = spans["begin_ns"][is_call]
@@ -326,7 +326,7 @@ def _backwards(spans: Columns, row: Ints) -> tuple[Backwards, _Gradients, _Modul
     issued in any backward.
     """
     kind = spans["kind"]
-    call_key = _call_key(_step_key(spans["repetition"], spans["step"]), spans["micro_step"])
+    call_key = _call_key(step_keys(spans["repetition"], spans["step"]), spans["micro_step"])
     known = row >= 0
     is_gradient = (kind == SpanKind.GRADIENT) & known
     is_call = (kind == SpanKind.BACKWARD) & known & np.isin(call_key, call_key[is_gradient])
@@ -408,7 +408,7 @@ def _meetings(spans: Columns, row: Ints) -> Meetings:
     inside = (kind == SpanKind.FORWARD_COMM) | (kind == SpanKind.BACKWARD_COMM)
     chosen = np.flatnonzero(inside & (row >= 0))
     chosen = chosen[np.argsort(spans["begin_ns"][chosen], kind="stable")]
-    call = _call_key(_step_key(spans["repetition"], spans["step"]), spans["micro_step"])[chosen]
+    call = _call_key(step_keys(spans["repetition"], spans["step"]), spans["micro_step"])[chosen]
     # Ranks issue the same ones in the same order: the ordinal within the micro-step pairs them.
     # One rank's micro-steps do not overlap, so its collectives stand together.
     _, first, inverse = np.unique(call, return_index=True, return_inverse=True)
@@ -437,7 +437,7 @@ def _own_before(
         begin: Begin of each collective.
         end: End of each collective.
     """
-    every_call = _call_key(_step_key(spans["repetition"], spans["step"]), spans["micro_step"])
+    every_call = _call_key(step_keys(spans["repetition"], spans["step"]), spans["micro_step"])
     # A phase that was not recorded begins with the collective: nothing is known before it.
     went_on = begin.copy()
     for phase, mine in ((SpanKind.FORWARD, in_forward), (SpanKind.BACKWARD, ~in_forward)):
@@ -506,7 +506,8 @@ def _per_step(values: Ints, row: Ints, count: int) -> Floats:
     return sums
 
 
-def _step_key(repetition: Ints, step: Ints) -> Ints:
+def step_keys(repetition: Ints, step: Ints) -> Ints:
+    """Returns the keys of steps: (repetition, step) packed, shape as given."""
     return (repetition << 32) | step
 
 

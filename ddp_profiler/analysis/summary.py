@@ -40,6 +40,7 @@ from ddp_profiler.analysis.results import (
 from ddp_profiler.analysis.scaling import Scaling, pop, scale
 from ddp_profiler.analysis.statistics import Distribution
 from ddp_profiler.analysis.stragglers import Straggler, find_stragglers
+from ddp_profiler.analysis.windows import LeftOut, left_out
 from ddp_profiler.schema import SCHEMA_VERSION, LevelFacts, LevelSettings, RunInfo, Variant
 
 _MOST_FAILURES = 8
@@ -193,6 +194,7 @@ class _Measured:
     breakdowns: tuple[Breakdown, ...]
     clock_uncertainty_ms: float | None
     withheld: str | None
+    left_out: LeftOut
 
     @property
     def comparable(self) -> bool:
@@ -217,8 +219,12 @@ def _measured(
     ranks = [rank for rank in level.ranks if rank in columns_by_rank]
     columns = {rank: clock.columns(rank, columns_by_rank[rank]) for rank in ranks}
 
+    out = left_out([columns[rank] for rank in ranks], index)
+
     def steps_of(variant: Variant) -> tuple[Steps, ...]:
         found = [derive_steps(rank, columns[rank], index, variant) for rank in ranks]
+        if len(out.keys):
+            found = [steps.only(~np.isin(steps.key, out.keys)) for steps in found]
         return _common([steps for steps in found if len(steps)])
 
     instrumented = steps_of(Variant.INSTRUMENTED)
@@ -247,6 +253,7 @@ def _measured(
         breakdowns=breakdowns,
         clock_uncertainty_ms=uncertainty_ms,
         withheld=withheld,
+        left_out=out,
     )
 
 
@@ -321,7 +328,8 @@ def _reference(measured: _Measured, all_levels: Sequence[_Measured]) -> _Referen
 
 
 def _reference_note(info: RunInfo, level: LevelSettings, reference: _Reference | None) -> list[str]:
-    if level.dp == 1:
+    if level.dp == 1 or "script" in info.settings:
+        # A script is one level, with nothing to compare it to.
         return []
     if reference is None and any(other.dp == 1 for other in info.levels):
         return ["The dp = 1 level has no steps here: no efficiency and no waterfall."]
@@ -348,6 +356,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             f"exposed_wait and stragglers are withheld: {measured.withheld}; exposed_transfer "
             "holds waiting and transfer together."
         )
+    notes += measured.left_out.notes
     notes += _subset_note(measured)
     step_ms = _summarize(measured.plain)
     observed, micro_steps = _observed(measured.instrumented, level)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import (
     Optimizer,
@@ -31,7 +31,7 @@ from ddp_profiler.measure.batches import number_of_samples
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.measure.steps import StepTracker
 from ddp_profiler.measure.untraced import skip_frame
-from ddp_profiler.schema import Interruption, ParameterFacts, SpanKind, Variant
+from ddp_profiler.schema import Interruption, SpanKind, Variant
 
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _SAVERS = (
@@ -51,7 +51,9 @@ class Attachment:
         make_recorder: Makes what takes the marks of training on a device.
         plan: Variants and numbers of steps, one block after the other.
         batch_dim: The dimension of forward's first tensor that counts samples.
-        on_failure: Told once if something of ours has failed; nothing is left installed then.
+        on_failure: Told if something of ours has failed; nothing is left installed then.
+        on_block: Told, between two steps, the variant of the block that begins; None at the end
+            of the plan, when nothing is left installed.
     """
 
     def __init__(
@@ -61,8 +63,11 @@ class Attachment:
         *,
         batch_dim: int = 0,
         on_failure: Callable[[Exception], None],
+        on_block: Callable[[Variant | None], None] = lambda _: None,
     ) -> None:
         self.ddps: list[DDP] = []
+        self.built = False
+        """Whether the script has built any."""
         self.started = False
         self.recorder: Recorder
         self.tracker: StepTracker
@@ -71,12 +76,13 @@ class Attachment:
         self._plan = plan
         self._batch_dim = batch_dim
         self._on_failure = on_failure
+        self._on_block = on_block
         self._adapters: list[ddp_adapter.DdpAdapter] = []
         self._thread = threading.get_ident()
         self._depth: dict[str, int] = {}
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._handles: list[Any] = []
-        self._optimizer_began: list[tuple[Any, int]] = []
+        self._stepping: list[tuple[Any, int]] = []
         self._user_hooks: Any = None
         self.installed = False
 
@@ -97,12 +103,12 @@ class Attachment:
         self.started = True
         self._replace(DDP, "forward", self._on_forward)
         self._replace(torch.autograd, "backward", self._on_backward)
-        self._replace(Optimizer, "zero_grad", self._on_zero_grad)
-        self._replace(torch.amp.GradScaler, "step", self._on_optimizer("scaler"))
-        self._replace(torch.amp.GradScaler, "unscale_", self._on_clipping)
+        self._replace(Optimizer, "zero_grad", self._of_optimizer("zero"))
+        self._replace(torch.amp.GradScaler, "step", self._of_optimizer("scaler", ends_step=True))
+        self._replace(torch.amp.GradScaler, "unscale_", self._of_optimizer("unscale"))
         for name in _CLIPPING:
-            self._replace(torch.nn.utils, name, self._on_clipping)
-            self._replace(torch.nn.utils.clip_grad, name, self._on_clipping)
+            for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+                self._replace(module, name, self._of_optimizer("clip"))
         iterator = torch.utils.data.dataloader._BaseDataLoaderIter
         self._replace(iterator, "__next__", self._on_fetch)
         compiled = sys.modules.get("torch._dynamo.eval_frame")
@@ -154,28 +160,24 @@ class Attachment:
         try:
             return step(*arguments, **keywords)
         except Exception as error:
-            was_installed = self.installed
             try:
                 self.uninstall()
             finally:
-                if was_installed:
-                    self._on_failure(error)
+                self._on_failure(error)
             return None
 
     def _switch(self, variant: Variant | None) -> None:
         """Attaches to DDP or detaches from it, between two steps."""
         if variant is None:
             self.uninstall()
-            return
-        self._replace_savers()
-        for adapter in self._adapters:
-            self._set(adapter, variant)
-
-    def _set(self, adapter: ddp_adapter.DdpAdapter, variant: Variant | None) -> None:
-        if variant in (Variant.WARMUP, Variant.INSTRUMENTED):
-            adapter.attach()
         else:
-            adapter.detach()
+            self._replace_savers()
+            for adapter in self._adapters:
+                if variant is Variant.PLAIN:
+                    adapter.detach()
+                else:
+                    adapter.attach()
+        self._on_block(variant)
 
     def _replace_savers(self) -> None:
         if not self.installed:
@@ -203,6 +205,7 @@ class Attachment:
         return result
 
     def _adopt(self, ddp: DDP) -> None:
+        self.built = True
         self.ddps.append(ddp)
         if not self.started:
             self._start(next(ddp.parameters()).device)
@@ -292,59 +295,42 @@ class Attachment:
 
     def _before_step(self, *_: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._guard(self._begin_step)
-
-    def _begin_step(self) -> None:
-        self.tracker.act(of_optimizer=True)
-        self._optimizer_began.append((self.recorder.mark(), self.tracker.acts))
+            begun = self._guard(self._begin_optimizer)
+            if begun is not None:
+                self._stepping.append(begun)
 
     def _after_step(self, *_: Any) -> None:
-        if threading.get_ident() == self._thread and self._optimizer_began:
-            begin, acts = self._optimizer_began.pop()
+        if threading.get_ident() == self._thread and self._stepping:
+            begun = self._stepping.pop()
             if not self._depth.get("scaler"):
-                self._guard(self._end_step, begin, acts)
+                self._guard(self._end_optimizer, begun, ends_step=True)
 
-    def _end_step(self, begin: Any, acts: int) -> None:
-        self._optimizer_began.clear()
+    def _begin_optimizer(self) -> tuple[Any, int]:
+        self.tracker.act(of_optimizer=True)
+        return self.recorder.mark(), self.tracker.acts
+
+    def _end_optimizer(self, begun: tuple[Any, int], *, ends_step: bool) -> None:
+        begin, acts = begun
         if self.tracker.acts != acts:
-            # A closure: forward and backward ran inside of it, and are no part of the optimizer.
-            begin = self.tracker.last_act_ended
-        self.tracker.optimized(begin, self.recorder.mark(), ends_step=True)
+            # A closure ran forward and backward inside, or a scaler unscaled: the optimizer's
+            # own is what follows.
+            begin = self.tracker.last_ended
+        self.tracker.optimized(begin, self.recorder.mark(), ends_step=ends_step)
 
-    def _on_optimizer(self, kind: str) -> Callable[..., Any]:
-        """A scaler's step ends a step also where it skips the optimizer's."""
+    def _of_optimizer(self, kind: str, *, ends_step: bool = False) -> Callable[..., Any]:
+        """Times what belongs to the optimizer.
+
+        A scaler's step ends a step also where it skips the optimizer's.
+        """
 
         def act(original: Any, args: Any, keywords: Any) -> Any:
-            begin = self._guard(self._begin_optimizer)
-            acts = self.tracker.acts
+            begun = self._guard(self._begin_optimizer)
             outermost, result = self._outermost(kind, lambda: original(*args, **keywords))
-            if outermost and begin is not None:
-                self._guard(self._end_step, begin, acts)
+            if outermost and begun is not None:
+                self._guard(self._end_optimizer, begun, ends_step=ends_step)
             return result
 
         return act
-
-    def _begin_optimizer(self) -> Any:
-        self.tracker.act(of_optimizer=True)
-        return self.recorder.mark()
-
-    def _on_zero_grad(self, original: Any, args: Any, keywords: Any) -> Any:
-        begin = self._guard(self._begin_optimizer)
-        outermost, result = self._outermost("zero", lambda: original(*args, **keywords))
-        if outermost and begin is not None:
-            self._guard(
-                lambda: self.tracker.optimized(begin, self.recorder.mark(), ends_step=False)
-            )
-        return result
-
-    def _on_clipping(self, original: Any, args: Any, keywords: Any) -> Any:
-        begin = self._guard(self._begin_act)
-        outermost, result = self._outermost("clip", lambda: original(*args, **keywords))
-        if outermost and begin is not None:
-            self._guard(
-                lambda: self.tracker.optimized(begin, self.recorder.mark(), ends_step=False)
-            )
-        return result
 
     def _on_save(self, original: Any, args: Any, keywords: Any) -> Any:
         begin = self._guard(self._begin_act)
@@ -368,15 +354,22 @@ class Attachment:
                 known[name] = source if name not in known or known[name] == source else None
         return known
 
-    def parameters(self) -> tuple[ParameterFacts, ...]:
+    def reduced(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that are reduced, each once, frozen and ignored ones not."""
-        found: dict[int, ParameterFacts] = {}
-        for ddp in self.ddps:
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for number, ddp in enumerate(self.ddps):
             ignored = set(getattr(ddp, "parameters_to_ignore", ()))
             for name, parameter in ddp.module.named_parameters():
                 if parameter.requires_grad and name not in ignored:
-                    found.setdefault(id(parameter), ParameterFacts(name, parameter.nbytes))
-        return tuple(found.values())
+                    # Names of several models may be equal.
+                    key = f"{number}.{name}" if len(self.ddps) > 1 else name
+                    found.setdefault(id(parameter), (key, parameter))
+        return dict(found.values())
+
+    def let_go(self) -> None:
+        """Forgets the models, which a script may want to free."""
+        self.ddps.clear()
+        self._adapters.clear()
 
     def bucket_bytes(self) -> tuple[int, ...] | None:
         """Returns the sizes of all buckets as DDP's logger has them; None where it has none.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import sys
 import threading
 from typing import NoReturn
@@ -21,16 +22,33 @@ def leave(code: int) -> NoReturn:
 
     Non-daemon threads are waited for, as at a normal exit.
     """
-    with contextlib.suppress(Exception):
-        threading._shutdown()  # type: ignore[attr-defined]
-    with contextlib.suppress(Exception):
-        atexit._run_exitfuncs()
+    _run_exit_handlers()
     leave_now(code)
+
+
+def leave_by(number: signal.Signals) -> NoReturn:
+    """Runs the exit handlers and ends the process by a signal, as if nobody had caught it."""
+    _run_exit_handlers()
+    _flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    leave_now(128 + number)
 
 
 def leave_now(code: int) -> NoReturn:
     """Flushes the streams and ends the process with ``code``, whatever its threads do."""
+    _flush()
+    os._exit(code)
+
+
+def _run_exit_handlers() -> None:
+    with contextlib.suppress(Exception):
+        threading._shutdown()  # type: ignore[attr-defined]
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(code)

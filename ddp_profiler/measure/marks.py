@@ -88,9 +88,18 @@ class Recorder:
         """Records a span of the current micro-step."""
         self._spans.append((self.step, self.micro_step, kind, index, begin, end, nbytes, samples))
 
-    def step_span(self, begin: Mark, end: Mark) -> None:
-        """Records the span of a whole optimizer step."""
-        self._spans.append((self.step, -1, SpanKind.STEP, -1, begin, end, None, None))
+    def step_span(
+        self, begin: Mark, end: Mark, *, micro_steps: int = -1, samples: int | None = None
+    ) -> None:
+        """Records the span of a whole optimizer step.
+
+        Args:
+            begin: Its begin.
+            end: Its end.
+            micro_steps: Backward calls in it, where they were counted.
+            samples: Samples that entered forward in it, where they were counted.
+        """
+        self._spans.append((self.step, -1, SpanKind.STEP, micro_steps, begin, end, None, samples))
 
     def point(self, kind: SpanKind, index: int = -1) -> None:
         """Records a point in time of the current micro-step."""

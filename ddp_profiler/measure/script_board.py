@@ -6,7 +6,6 @@ ranks may have parted. The store of torchrun's agent is there before the script 
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from typing import Any
@@ -55,7 +54,7 @@ class ScriptBoard:
         else:
             self._board.set(f"script/{key}", raw)
 
-    def learn(self, key: str, kind: Any = Any, heartbeat: str | None = None) -> Any:
+    def learn(self, key: str, kind: Any = Any) -> Any:
         """Waits for a value that a rank makes known and returns it as ``kind``.
 
         Raises:
@@ -70,14 +69,25 @@ class ScriptBoard:
             )
         return msgspec.json.decode(self._board.get(f"script/{key}"), type=kind)
 
+    def find(self, key: str, kind: Any = Any) -> Any:
+        """Returns a value as ``kind`` if a rank has made it known, else None; never waits."""
+        if self._board is None:
+            raw = self._alone.get(key)
+        else:
+            raw = self._board.get(f"script/{key}") if self._board.check([f"script/{key}"]) else None
+        return None if raw is None else msgspec.json.decode(raw, type=kind)
+
+    def await_one(self, key: str, limit_s: float) -> bool:
+        """Waits until somebody has made ``key`` known; tells whether it is."""
+        return self._board is None or self._wait([f"script/{key}"], limit_s)
+
     def await_all(self, key: str, limit_s: float) -> bool:
         """Waits until every rank has made ``key/RANK`` known; tells whether all did."""
         if self._board is None:
             return True
-        keys = [f"script/{key}/{rank}" for rank in range(self._topology.world_size)]
-        with contextlib.suppress(DdpProfilerError):
-            return self._wait(keys, limit_s)
-        return False
+        return self._wait(
+            [f"script/{key}/{rank}" for rank in range(self._topology.world_size)], limit_s
+        )
 
     def _wait(self, keys: list[str], limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s

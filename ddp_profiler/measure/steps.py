@@ -3,7 +3,8 @@
 A script tells nobody where its steps begin. What can be seen are single acts: a batch is
 fetched, a model is called, a backward runs, an optimizer steps. A step ends with the last act
 of the optimizers before anything else happens, and the next one begins there, so that the
-steps of a script leave no time out.
+steps of a block leave no time out. In plain blocks only the steps and their interruptions are
+recorded.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ class StepTracker:
         self.recorder = recorder
         self.step = 0
         self.micro_steps: list[int] = []
-        """Backward calls of each observed step."""
+        """Backward calls of each step of the plan."""
         self.samples: list[int] = []
-        """Samples that entered each observed micro-step."""
+        """Samples that entered each micro-step of the plan."""
         self.acts = 0
-        """Fetches, forwards and backwards so far."""
-        self.last_act_ended: Mark | None = None
+        """Acts that have ended so far."""
+        self.last_ended: Mark | None = None
+        """When the last of them had."""
         self._plan = list(plan)
         self._switch = switch
         self._block = -1
@@ -54,6 +56,8 @@ class StepTracker:
         self._micro_step = 0
         self._forwards = 0
         self._had_backward = False
+        self._backwards = 0
+        self._samples: int | None = None
         self._next_block()
 
     @property
@@ -70,7 +74,8 @@ class StepTracker:
         """Announces an act: a fetch, a forward, a backward, or one of the optimizers.
 
         Args:
-            of_optimizer: Whether it is one that may end a step: optimizer.step, zero_grad.
+            of_optimizer: Whether it may belong to the end of a step: optimizer.step, zero_grad,
+                clipping, unscaling.
         """
         if self.done:
             return
@@ -80,15 +85,17 @@ class StepTracker:
                 return
         if self._begin is None:
             self._begin = self.recorder.mark()
-            self._begin_micro_step(0)
+            self._begin_step()
 
     def fetched(self, begin: Mark, end: Mark) -> None:
         """Tells that the loop has waited for its next batch."""
         self._acted(end)
-        if not self.observing:
-            return
         self._next_micro_step()
-        self.recorder.span(SpanKind.DATA, begin, end)
+        self._record(SpanKind.DATA, begin, end)
+
+    def begins_call(self) -> None:
+        """Tells that a forward begins; after a backward it begins a micro-step."""
+        self._next_micro_step()
 
     def called(self, begin: Mark, end: Mark, samples: int | None) -> None:
         """Tells that the model has been called.
@@ -96,43 +103,44 @@ class StepTracker:
         Where several calls share one backward, the samples of the first count.
         """
         self._acted(end)
-        if not self.observing:
+        if self.done:
             return
-        first = self._forwards == 0
+        counts = self._forwards == 0 and samples is not None
         self._forwards += 1
-        if first and samples is not None:
+        if counts and samples is not None:
             self.samples.append(samples)
-        self.recorder.span(SpanKind.FORWARD, begin, end, samples=samples if first else None)
+            self._samples = (self._samples or 0) + samples
+        self._record(SpanKind.FORWARD, begin, end, samples=samples if counts else None)
 
     def begins_backward(self) -> None:
         """Tells that a backward begins; one that follows another is a micro-step of its own."""
-        if self.observing and self._had_backward:
-            self._next_micro_step()
+        self._next_micro_step()
 
     def went_back(self, begin: Mark, end: Mark) -> None:
         """Tells that backward has returned."""
         self._acted(end)
-        if self.observing:
-            self._had_backward = True
-            self.recorder.span(SpanKind.BACKWARD, begin, end)
+        self._had_backward = True
+        self._backwards += 1
+        self._record(SpanKind.BACKWARD, begin, end)
 
     def optimized(self, begin: Mark, end: Mark, *, ends_step: bool) -> None:
-        """Tells that an optimizer has stepped or has set gradients to zero.
+        """Tells that an optimizer has stepped, or has changed gradients or set them to zero.
 
         Args:
             begin: When it began.
             end: When it had ended.
-            ends_step: Whether it was a step, or follows one.
+            ends_step: Whether it was a step, which the next act of another kind ends.
         """
+        self._acted(end)
         if self.done:
             return
-        if self.observing:
-            self.recorder.span(SpanKind.OPTIMIZER, begin, end)
+        self._record(SpanKind.OPTIMIZER, begin, end)
         if ends_step or self._end is not None:
             self._end = end
 
     def interrupted(self, reason: Interruption, begin: Mark, end: Mark) -> None:
         """Tells of something inside a step that is no training: an evaluation, a checkpoint."""
+        self._acted(end)
         if not self.done and self._begin is not None:
             self.recorder.span(SpanKind.INTERRUPTION, begin, end, index=int(reason))
 
@@ -142,17 +150,20 @@ class StepTracker:
             self._close_step()
         self.recorder.flush()
 
-    def begins_call(self) -> None:
-        """Tells that a forward begins; after a backward it begins a micro-step."""
-        if self.observing:
-            self._next_micro_step()
-
     def _acted(self, end: Mark) -> None:
         self.acts += 1
-        self.last_act_ended = end
+        self.last_ended = end
+
+    def _record(self, kind: SpanKind, begin: Mark, end: Mark, samples: int | None = None) -> None:
+        if self.observing:
+            self.recorder.span(kind, begin, end, samples=samples)
+
+    def _begin_step(self) -> None:
+        self._backwards, self._samples = 0, None
+        self._begin_micro_step(0)
 
     def _next_micro_step(self) -> None:
-        if self._had_backward:
+        if self._had_backward and not self.done:
             self._begin_micro_step(self._micro_step + 1)
 
     def _begin_micro_step(self, number: int) -> None:
@@ -162,10 +173,11 @@ class StepTracker:
         self.recorder.begin_micro_step(self.step, number)
 
     def _close_step(self) -> None:
-        if self.observing:
-            self.micro_steps.append(self._micro_step + 1)
+        self.micro_steps.append(self._backwards)
         self.recorder.begin_micro_step(self.step, -1)
-        self.recorder.step_span(self._begin, self._end)
+        self.recorder.step_span(
+            self._begin, self._end, micro_steps=self._backwards, samples=self._samples
+        )
         self.step += 1
         self._begin, self._end = self._end, None
         self._left -= 1
@@ -175,7 +187,7 @@ class StepTracker:
             self._begin = None
             self._next_block()
         if self._begin is not None:
-            self._begin_micro_step(0)
+            self._begin_step()
 
     def _next_block(self) -> None:
         if not self._plan:

@@ -112,8 +112,10 @@ def _heading(summary: Summary) -> list[str]:
     first = (
         f"{settings.get('model', '?')} on {run.world_size} rank"
         f"{'s' if run.world_size > 1 else ''}, {device.get('backend', '?')}, "
-        f"{device.get('device_type', '?')}, {settings.get('precision', '?')}, "
-        f"{device.get('threads_per_rank', '?')} threads a rank{state}"
+        f"{device.get('device_type', '?')}, "
+        # A script's own precision is not known.
+        + ("" if "script" in settings else f"{settings.get('precision', '?')}, ")
+        + f"{device.get('threads_per_rank', '?')} threads a rank{state}"
     )
     return [first]
 
