@@ -208,10 +208,20 @@ class ScriptRun:
             self._step_aside(error)
         try:
             self._end_record(failure)
-            if self._keeper.folder is not None and self._level is not None and not self._failure:
-                self._show(self._keeper.folder)
+            if self._keeper.folder is not None and self._trained and not self._failure:
+                self._conclude(self._keeper.folder)
         except Exception as error:
             self._step_aside(error)
+
+    def _conclude(self, folder: Path) -> None:
+        seen, warmup = self._attachment.tracker.step, self._config.warmup
+        if seen > warmup:
+            self._show(folder)
+        else:
+            self._say(
+                f"only {seen} optimizer step{'s were' if seen != 1 else ' was'} seen, and the "
+                f"first {warmup} warm up (--warmup): there is nothing to show."
+            )
 
     def _end_observing(self) -> None:
         """Takes out what is still there, and describes what was seen."""

@@ -295,7 +295,7 @@ class Attachment:
 
     def _before_step(self, *_: Any) -> None:
         if threading.get_ident() == self._thread:
-            begun = self._guard(self._begin_optimizer)
+            begun = self._guard(self.tracker.begins_optimizer)
             if begun is not None:
                 self._stepping.append(begun)
 
@@ -305,17 +305,8 @@ class Attachment:
             if not self._depth.get("scaler"):
                 self._guard(self._end_optimizer, begun, ends_step=True)
 
-    def _begin_optimizer(self) -> tuple[Any, int]:
-        self.tracker.act(of_optimizer=True)
-        return self.recorder.mark(), self.tracker.acts
-
     def _end_optimizer(self, begun: tuple[Any, int], *, ends_step: bool) -> None:
-        begin, acts = begun
-        if self.tracker.acts != acts:
-            # A closure ran forward and backward inside, or a scaler unscaled: the optimizer's
-            # own is what follows.
-            begin = self.tracker.last_ended
-        self.tracker.optimized(begin, self.recorder.mark(), ends_step=ends_step)
+        self.tracker.optimized(begun, self.recorder.mark(), ends_step=ends_step)
 
     def _of_optimizer(self, kind: str, *, ends_step: bool = False) -> Callable[..., Any]:
         """Times what belongs to the optimizer.
@@ -324,7 +315,7 @@ class Attachment:
         """
 
         def act(original: Any, args: Any, keywords: Any) -> Any:
-            begun = self._guard(self._begin_optimizer)
+            begun = self._guard(self.tracker.begins_optimizer)
             outermost, result = self._outermost(kind, lambda: original(*args, **keywords))
             if outermost and begun is not None:
                 self._guard(self._end_optimizer, begun, ends_step=ends_step)

@@ -44,8 +44,7 @@ class StepTracker:
         """Samples that entered each micro-step of the plan."""
         self.acts = 0
         """Acts that have ended so far."""
-        self.last_ended: Mark | None = None
-        """When the last of them had."""
+        self._last_ended: Mark | None = None
         self._plan = list(plan)
         self._switch = switch
         self._block = -1
@@ -123,14 +122,29 @@ class StepTracker:
         self._backwards += 1
         self._record(SpanKind.BACKWARD, begin, end)
 
-    def optimized(self, begin: Mark, end: Mark, *, ends_step: bool) -> None:
-        """Tells that an optimizer has stepped, or has changed gradients or set them to zero.
+    def begins_optimizer(self) -> tuple[Mark, int]:
+        """Tells that an optimizer begins to step, clip, unscale or set gradients to zero.
+
+        Returns:
+            What :meth:`optimized` needs.
+        """
+        self.act(of_optimizer=True)
+        return self.recorder.mark(), self.acts
+
+    def optimized(self, begun: tuple[Mark, int], end: Mark, *, ends_step: bool) -> None:
+        """Tells that it has ended.
+
+        What ran inside has spans of its own: a closure's forward and backward, a scaler's
+        unscaling. The optimizer's is what follows them.
 
         Args:
-            begin: When it began.
+            begun: What :meth:`begins_optimizer` returned.
             end: When it had ended.
             ends_step: Whether it was a step, which the next act of another kind ends.
         """
+        begin, acts = begun
+        if self.acts != acts:
+            begin = self._last_ended
         self._acted(end)
         if self.done:
             return
@@ -152,7 +166,7 @@ class StepTracker:
 
     def _acted(self, end: Mark) -> None:
         self.acts += 1
-        self.last_ended = end
+        self._last_ended = end
 
     def _record(self, kind: SpanKind, begin: Mark, end: Mark, samples: int | None = None) -> None:
         if self.observing:

@@ -1,0 +1,3 @@
+"""Lies beside a script, which imports it."""
+
+WORD = "found"

@@ -1,0 +1,270 @@
+"""Unmodified scripts are observed and train as they would without us."""
+
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ddp_profiler.analysis.parts import PARTS
+from ddp_profiler.record import reader
+from ddp_profiler.schema import Interruption, SpanKind, Variant
+from tests.integration.conftest import run_command
+
+pytestmark = pytest.mark.distributed
+
+SCRIPTS = Path(__file__).parent / "scripts"
+CASES = (
+    "plain",
+    "accumulation",
+    "buffers",
+    "evaluation",
+    "compiled_module",
+    "compiled_ddp",
+    "hook",
+    "unused",
+    "static_graph",
+    "scaler",
+    "two_models",
+)
+PHASES = (SpanKind.DATA, SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.OPTIMIZER)
+
+
+def launch(ranks, *argv, **keywords):
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return run_command([*start, *argv], **keywords)
+
+
+def observe(folder, ranks, *argv, **keywords):
+    ours = ["-m", "ddp_profiler.run", "--steps", 4, "--warmup", 2, "--out", folder]
+    finished = launch(ranks, *ours, *argv, **keywords)
+    finished.folder = folder
+    return finished
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What the script prints without us, by number of ranks and case."""
+
+    def lines(ranks, cases):
+        done = launch(ranks, SCRIPTS / "train.py", *cases)
+        assert done.code == 0, done.err
+        return {(ranks, line.split()[0]): line + "\n" for line in done.out.splitlines()}
+
+    return {**lines(2, CASES), **lines(3, ["accumulation"])}
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    known = {}
+
+    def run(ranks, case):
+        if (ranks, case) not in known:
+            folder = tmp_path_factory.mktemp("script") / "run"
+            known[ranks, case] = observe(folder, ranks, SCRIPTS / "train.py", case)
+        return known[ranks, case]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"), [*((2, case) for case in CASES), (3, "accumulation")], ids=str
+)
+def test_training_stays_what_it_was(observed, alone, ranks, case):
+    run = observed(ranks, case)
+    assert run.code == 0, run.err
+    # Digests of weights and buffers, and all losses, of every rank.
+    assert run.out == alone[ranks, case]
+    assert "has failed" not in run.err
+    level = run.level("script")
+    accumulation = 2 if case == "accumulation" else 1
+    setting = (level["micro_batch"], level["accumulation"], level["dp"])
+    assert setting == (4, accumulation, ranks)
+    assert level["batch_check"]["observed"] == 4 * accumulation * ranks
+    assert level["batch_check"]["ok"]
+    assert level["batch_check"]["notes"] == (
+        ["2 forward calls a step and rank, not 1."] if case == "two_models" else []
+    )
+    parts = level["breakdown_ms"]
+    assert list(parts) == list(PARTS)
+    assert sum(parts.values()) == pytest.approx(level["instrumented_step_ms"]["mean"])
+    for name in ("data", "forward", "backward", "optimizer", "other"):
+        assert parts[name] > 0, name
+    check_spans(run.folder, ranks)
+    assert not [note for note in level["notes"] if "dp = 1" in note]
+    assert "?" not in run.err[run.err.index("train on") :].splitlines()[0]
+
+
+def check_spans(folder, ranks):
+    """Steps of a block leave no time out; phases lie in their step and do not overlap."""
+    for rank in range(ranks):
+        spans = reader.read_rank(folder, rank)
+        assert spans.complete
+        rows = [
+            dict(zip(spans.columns, values, strict=True))
+            for values in zip(*(v.tolist() for v in spans.columns.values()), strict=True)
+        ]
+        steps = [row for row in rows if row["kind"] == SpanKind.STEP]
+        assert [row["step"] for row in steps] == list(range(10))
+        assert [Variant(row["variant"]).name for row in steps] == [
+            *2 * ["WARMUP"],
+            *2 * ["PLAIN"],
+            *4 * ["INSTRUMENTED"],
+            *2 * ["PLAIN"],
+        ]
+        for one, next_one in itertools.pairwise(steps):
+            if one["block"] == next_one["block"]:
+                assert one["end_ns"] == next_one["begin_ns"]
+        for step in steps:
+            inside = [r for r in rows if r["step"] == step["step"] and r["kind"] in PHASES]
+            if step["variant"] == Variant.PLAIN:
+                assert inside == []
+                continue
+            inside.sort(key=lambda row: row["begin_ns"])
+            assert {row["kind"] for row in inside} == set(PHASES)
+            edges = [step["begin_ns"], *(r[k] for r in inside for k in ("begin_ns", "end_ns"))]
+            edges.append(step["end_ns"])
+            assert edges == sorted(edges)
+
+
+def test_incomplete_windows_are_named_and_left_out(observed):
+    run = observed(2, "accumulation")
+    level = run.level("script")
+    # 7 micro-steps an epoch: windows 3, 7 and 11 have one, of 4 samples on each rank.
+    assert (
+        "2 of 8 steps were incomplete and are left out of all figures (step 3: 1 of 2 "
+        "micro-steps, 8 samples; step 7: 1 of 2 micro-steps, 8 samples)."
+    ) in level["notes"]
+    assert (level["steps"], level["ranks"][0]["steps"]) == (3, 3)
+    assert level["comm"]["num_gradient_collectives_per_step"] == level["comm"]["num_buckets"] == 1
+    assert run.summary["findings"] == [
+        f for f in run.summary["findings"] if f["severity"] == "info"
+    ]
+
+
+def test_evaluation_and_checkpoint_are_named_and_left_out(observed):
+    run = observed(2, "evaluation")
+    level = run.level("script")
+    evaluation, saving = level["notes"][:2]
+    assert evaluation.startswith("1 of 8 steps hold calls of the model without gradients (mean ")
+    assert evaluation.endswith("and are left out of all figures: step 5.")
+    assert saving.startswith("1 of 8 steps hold saving (mean ")
+    assert saving.endswith("and are left out of all figures: step 8.")
+    assert (level["steps"], level["ranks"][0]["steps"]) == (3, 3)
+    spans = reader.read_rank(run.folder, 0).columns
+    is_one = spans["kind"] == SpanKind.INTERRUPTION
+    assert spans["index"][is_one].tolist() == [*2 * [Interruption.EVALUATION], 1]
+    assert spans["step"][is_one].tolist() == [5, 5, 8]
+    # The saving is in a plain step.
+    assert spans["variant"][is_one].tolist() == [*2 * [Variant.INSTRUMENTED], Variant.PLAIN]
+
+
+def test_buffer_broadcasts_are_seen(observed):
+    assert observed(2, "buffers").level("script")["breakdown_ms"]["forward_comm"] > 0
+    assert observed(2, "plain").level("script")["breakdown_ms"]["forward_comm"] == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "source", "buckets", "nbytes"),
+    [
+        ("plain", "process_group", 1, 4 * (16 * 32 + 32 + 32 * 4 + 4)),
+        ("hook", "user_hook", 1, 4 * (16 * 32 + 32 + 32 * 4 + 4)),
+        ("unused", "process_group", 1, 4 * 2 * (16 * 4 + 4)),
+        ("two_models", "process_group", 2, 4 * (16 * 32 + 32 + 32 * 4 + 4 + 4 * 4 + 4)),
+        ("compiled_module", "process_group", 1, 4 * (16 * 32 + 32 + 32 * 4 + 4)),
+        ("compiled_ddp", "process_group", 1, 4 * (16 * 32 + 32 + 32 * 4 + 4)),
+    ],
+)
+def test_gradient_traffic(observed, case, source, buckets, nbytes):
+    run = observed(2, case)
+    comm = run.level("script")["comm"]
+    assert comm["sources"]["gradient_collectives"] == source
+    assert comm["gradient_bytes"] == nbytes
+    assert comm["num_gradient_collectives_per_step"] == buckets
+    assert run.run_info["facts"][0]["gradient_bytes"] == nbytes
+
+
+def test_a_skipped_step_is_a_step(observed):
+    spans = reader.read_rank(observed(2, "scaler").folder, 0).columns
+    is_step = spans["kind"] == SpanKind.STEP
+    assert np.unique(spans["index"][is_step]).tolist() == [1]
+    assert spans["samples"][is_step].tolist() == [4] * 10
+
+
+@pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 3), ("sigterm", -15)])
+def test_a_failing_rank_ends_as_it_would(tmp_path, how, code):
+    run = observe(tmp_path / "run", 2, SCRIPTS / "failing.py", how)
+    assert run.code == 1
+    codes = {
+        int(rank): int(found)
+        for rank, found in re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+)", run.err)
+    }
+    assert codes[1] == code
+    assert run.err.count("ValueError: planted") == (how == "raise")
+    assert "ddp_profiler/script.py" not in run.err
+    info = run.run_info
+    # Nobody is left to say that a rank was killed.
+    assert info["status"] in (("failed", "running") if how == "sigterm" else ("failed",))
+    first = {"raise": "ValueError: planted", "exit": "sys.exit(3)"}.get(how)
+    if first:
+        assert first in [f["message"] for f in info["failures"] if f["rank"] == 1]
+    shown = run_command(["-m", "ddp_profiler.cli", "analyze", run.folder])
+    assert shown.code == 0, shown.err
+    assert "PARTIAL" in shown.out
+    assert "16 x" not in shown.out
+    assert re.search(r"micro-batch x acc. x dp\s+4 x 1 x 2", shown.out)
+    assert re.search(r"plain step \(median\)\s+\d", shown.out)
+
+
+@pytest.mark.parametrize("words", [["surroundings.py", "2"], ["-m", "surroundings", "0"]])
+def test_surroundings_are_those_of_python(tmp_path, words):
+    ours = ["--module", *words[1:]] if words[0] == "-m" else words
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    alone = run_command(words, cwd=SCRIPTS, env=rank)
+    assert alone.code == 0, alone.err
+    run = observe(tmp_path / "run", 1, *ours, cwd=SCRIPTS)
+    assert (run.code, run.out) == (0, alone.out), run.err
+    assert "found" in run.out
+    assert run.level("script")["batch_check"]["observed"] == 2
+
+
+def test_a_script_without_ddp(tmp_path):
+    run = observe(tmp_path / "run", 1, SCRIPTS / "without_ddp.py")
+    assert (run.code, run.out) == (0, "trained\n")
+    assert len(run.err.splitlines()) == 1
+    assert "never built DistributedDataParallel" in run.err
+    assert run.run_info["levels"] == []
+
+
+def test_nothing_is_left_after_the_observed_steps(tmp_path):
+    run = observe(tmp_path / "run", 1, SCRIPTS / "leftovers.py")
+    assert run.code == 0, run.err
+    first, last = run.out.splitlines()
+    for name in (
+        "DistributedDataParallel.forward",
+        "DistributedDataParallel._sync_buffers",
+        "torch.autograd.backward",
+        "Optimizer.zero_grad",
+        "_BaseDataLoaderIter.__next__",
+        "torch.save",
+        "torch.distributed.all_reduce",
+        "_ObservedGroup",
+        "hook Attachment._before_step",
+    ):
+        assert f"'{name}'" in first
+    assert last == "last step: []"
+
+
+def test_when_the_profiler_fails_training_goes_on(tmp_path, alone):
+    run = observe(tmp_path / "run", 2, SCRIPTS / "sabotage.py")
+    assert (run.code, run.out) == (0, alone[2, "plain"]), run.err
+    said = re.findall(r"observing rank (\d) has failed .*planted: no space left", run.err)
+    assert sorted(said) == ["0", "1"]
+    assert "Traceback" not in run.err
+    info = run.run_info
+    assert info["status"] == "failed"
+    assert [(f["rank"], f["phase"]) for f in info["failures"]] in (
+        [(0, "observing"), (1, "observing")],
+        [(1, "observing"), (0, "observing")],
+    )
