@@ -358,7 +358,8 @@ class Attachment:
         return dict(found.values())
 
     def let_go(self) -> None:
-        """Forgets the models, which a script may want to free."""
+        """Takes everything out and forgets the models, which a script may want to free."""
+        self.uninstall()
         self.ddps.clear()
         self._adapters.clear()
 
