@@ -12,10 +12,12 @@ from ddp_profiler.analysis.link import Link
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.scaling import Pop
+from ddp_profiler.cli import worker_options
 from ddp_profiler.schema import (
     SCHEMA_VERSION,
     SPAN_COLUMNS,
     GpuUse,
+    Interruption,
     LinkStreams,
     MachineUse,
     RunInfo,
@@ -92,4 +94,13 @@ def test_columns_kinds_and_variants():
         assert f"| `{name}` | {kind}" in text
     for member in (*SpanKind, *Variant):
         assert f"| {member.value} | `{member.name}` |" in text
+    for reason in Interruption:
+        assert f"{reason.value} `{reason.name}`" in text
     assert f"| `schema_version` | {SCHEMA_VERSION} |" in text
+
+
+def test_options_of_scripts():
+    names = {option for row in words("scripts.md") for option in row.split()}
+    for parameter in worker_options.command.params:
+        if parameter.name in worker_options._FOR_SCRIPTS:
+            assert parameter.opts[0] in names
