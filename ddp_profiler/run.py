@@ -112,10 +112,12 @@ class _Worker:
         """Checks all that can be checked before ranks meet: one clear line, no timing lost."""
         from ddp_profiler import keeper
         from ddp_profiler.measure import batches, interfaces, session, study
-        from ddp_profiler.workload.plant import parse_plants
+        from ddp_profiler.workload.plant import check_plants, parse_plants
 
         topology = self.topology
-        parse_plants(self.config.plants)
+        check_plants(
+            parse_plants(self.config.plants), topology.world_size, [lv.dp for lv in self.levels]
+        )
         device = session.choose_device(topology, self.config.backend, self.config.threads_per_rank)
         interfaces.find_route(device.backend)
         workload = study.build_workload(self.config, self.levels[0].micro_batch)

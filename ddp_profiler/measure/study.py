@@ -149,6 +149,7 @@ class Study:
         facts: dict[int, LevelFacts] = {}
         order = visiting_order(len(self._levels), self._config.repeat, self._config.seed)
         self._compare_clocks("start")
+        self._on_facts((), tuple(self._clock_readings))
         for number, (repetition, index) in enumerate(order):
             level = self._levels[index]
             done, heartbeat = f"done/{number}", f"beat/{number}"
@@ -158,7 +159,9 @@ class Study:
                     self._session.publish(done, found)
             self._phase.name = f"waiting for level {level.id}"
             learnt = self._session.learn(done, LevelFacts, heartbeat)
-            facts.setdefault(index, learnt)
+            first = facts.setdefault(index, learnt)
+            worst = max(first.device_clock_uncertainty_ns, learnt.device_clock_uncertainty_ns)
+            facts[index] = replace(first, device_clock_uncertainty_ns=worst)
             if self._session.rank == 0:
                 uses = tuple(
                     self._session.learn(f"machine/{number}/{rank}", MachineUse)
