@@ -267,9 +267,10 @@ class LateRank(Experiment):
         "3 ranks on one host; each of them late by 10, 30 and 100 ms in each part, with and "
         "without buffers in the model (DDP broadcasts them from rank 0 at the start of forward). "
         "Right means: that rank and no other, that cause, and the meeting point where the others "
-        "really wait: the broadcast if its source is late before it, else the gradient reduction "
-        "(a broadcast's source waits for nobody). Waiting is the others' exposed_wait, or "
-        "forward_comm at a broadcast. Each row is three runs, one for each rank."
+        "wait: the broadcast if its source is late before it, else the gradient reduction (at a "
+        "broadcast a late receiver holds only the rank that sends to it). Waiting is what each of "
+        "the others spends in exposed_wait and forward_comm. Each row is three runs, one for each "
+        "rank."
     )
     _PARTS = ("data", "forward", "between", "backward")
 
@@ -314,9 +315,12 @@ class LateRank(Experiment):
                 (case["rank"], cause, at)
             ]
             lags += [s["lag_ms"] for s in found if s["rank"] == case["rank"]]
-            waited = "forward_comm" if in_forward else "exposed_wait"
             parts = {int(rank): values for rank, values in figures["parts"].items()}
-            waits += [parts[r][waited] or 0.0 for r in parts if r != case["rank"]]
+            waits += [
+                (parts[r]["exposed_wait"] or 0.0) + parts[r]["forward_comm"]
+                for r in parts
+                if r != case["rank"]
+            ]
         worst_lag = max((abs(lag - ms) for lag in lags), default=float("inf"))
         worst_wait = max((abs(wait - ms) for wait in waits), default=float("inf"))
         return Row(

@@ -30,6 +30,9 @@ _UNCERTAINTIES = 2.0
 _EXPLAINED = 0.5
 """A rank is late by its own doing where its parts explain this share of its lag."""
 
+_MET = 0.5
+"""Ranks have met at a collective where the others waited for this share of the lag."""
+
 _OTHER = "other"
 _KINDS = (FORWARD_COMM, BACKWARD_COMM, GRADIENT_REDUCTION)
 
@@ -195,6 +198,7 @@ def _lags(ranks: Sequence[Arrivals]) -> dict[str, _Lags]:
             until_last = (common.max(axis=0) - common) / 1e6
             stayed = np.clip(np.minimum(inside, until_last), 0, None)
             waited = np.minimum(lag, _lower_median_of_others(stayed, last))
+            waited = np.where(waited >= _MET * lag, waited, 0.0)
             held += np.where(slot.there, np.clip(stayed - waited, 0, None), 0.0)
         waited = np.where(slot.there, waited, 0.0)
         is_last = np.arange(len(ranks))[:, None] == last
