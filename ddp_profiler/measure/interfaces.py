@@ -55,7 +55,8 @@ class Route:
 
     def __str__(self) -> str:
         pairs = zip(self.interfaces, self.addresses, strict=True)
-        return ", ".join(f"{name} {address or '?'}" for name, address in pairs)
+        named = ", ".join(f"{name} {address or '?'}" for name, address in pairs)
+        return f"{named} (from {self.chosen_by})" if named else "what NCCL chooses"
 
 
 def list_interfaces() -> tuple[Interface, ...]:

@@ -61,6 +61,7 @@ class Watch(threading.Thread):
         self._on_failure = on_failure
         self._on_lost = on_lost
         self._ended = threading.Event()
+        self._problem = ""
 
     def stop(self) -> None:
         """Ends the watch; nothing is reported from here on."""
@@ -85,8 +86,19 @@ class Watch(threading.Thread):
             silent_since = None
             if failures and not self._ended.is_set():
                 self.failed = True
-                self._on_failure()
+                # On a thread of its own: what is told may block, on a disk for one, or fail, and
+                # this rank ends in time all the same.
+                threading.Thread(target=self._tell, daemon=True).start()
                 left = begin + self._farewell_s - time.monotonic()
                 if not self._ended.wait(max(0.0, left)):
-                    self._on_lost("Another rank has failed, and this one did not end by itself.")
+                    self._on_lost(
+                        "Another rank has failed, and this one did not end by itself."
+                        f"{self._problem}"
+                    )
                 return
+
+    def _tell(self) -> None:
+        try:
+            self._on_failure()
+        except Exception as error:
+            self._problem = f" Its report failed: {type(error).__name__}: {error}."
