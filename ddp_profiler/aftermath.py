@@ -76,7 +76,8 @@ class Aftermath:
         end.start()
         self._noted = (Failure(self._rank, phase, message, socket.gethostname()),)
         # Before the store is asked, which may take a while where it is what failed.
-        self._keep_in_time(self._noted)
+        if not self._reported:  # Else the watch's thread has kept more than this.
+            self._keep_in_time(self._noted)
         self._main_board = self._board()
         self._noted = self._main_board.note(phase, message)
         return self._noted[0]

@@ -156,7 +156,9 @@ def test_a_name_server_that_does_not_answer_keeps_to_the_deadline(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: threading.Event().wait(60))
     environ = {"MASTER_ADDR": "node0", "MASTER_PORT": "1"}
     begin = time.monotonic()
-    with pytest.raises(UsageError, match=r"node0:1 within 0\.2 s: the name was not resolved in time"):
+    with pytest.raises(
+        UsageError, match=r"node0:1 within 0\.2 s: the name was not resolved in time"
+    ):
         meeting.meet(topology(1), presence(1, "b"), 0.2, environ)
     assert time.monotonic() - begin < 20
 
