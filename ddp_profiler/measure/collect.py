@@ -258,6 +258,8 @@ def _attempt(action: Callable[..., None], *arguments: object) -> Exception | Non
 
 def _reason(error: Exception) -> str:
     """Returns one line without a full stop."""
+    if isinstance(error, FileExistsError):
+        return f"{error.filename} is in the way; remove it"
     if isinstance(error, OSError):
         return f"{error.filename or 'the file'} cannot be written: {error.strerror or error}"
     text = error.message if isinstance(error, DdpProfilerError) else str(error)
