@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_profiler.measure import environment
+from ddp_profiler.measure import kernel
 from ddp_profiler.measure.clock import Clock, monotonic_clock
 from ddp_profiler.measure.session import Session
 from ddp_profiler.schema import ClockReading, RankPlace
@@ -51,7 +51,7 @@ class LocalClock:
 
 def local_clock(planted: PlantedClock | None = None) -> LocalClock:
     """Returns this rank's clocks: the host's, or for tests the host's made wrong on purpose."""
-    domain = environment.clock_domain()
+    domain = kernel.shared("time")
     if planted is None:
         return LocalClock(monotonic_clock, time.time_ns, domain)
     offset_ns, real_ns = round(planted.offset_ms * 1e6), round(planted.real_ms * 1e6)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from ddp_profiler.errors import DdpProfilerError, InputError, UsageError
+from ddp_profiler.errors import DdpProfilerError, InputError, UsageError, name_ranks
 from ddp_profiler.measure.bounded import BoundedStore, NoAnswerError, within
 from ddp_profiler.measure.failures import phase_key
 from ddp_profiler.measure.interfaces import GLOO_VARIABLE, NCCL_VARIABLE, Route, is_loopback
@@ -31,7 +31,6 @@ _HEARSAY_S = 3.0
 _FAREWELL_S = 1.0
 """Rank 0 may hold the store: it stays until the others have read its word."""
 _PAUSES_S = (0.002, 0.25)
-_MOST_RUNS = 6
 
 
 @dataclass(frozen=True)
@@ -197,25 +196,6 @@ def side_problem(members: Sequence[Presence]) -> str:
     except UsageError as error:
         return error.message.removesuffix(".")
     return ""
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Names ranks in few words.
-
-    >>> name_ranks([3]), name_ranks([0, 1, 2, 5]), name_ranks(range(0, 40, 2))
-    ('rank 3', 'ranks 0-2, 5', 'ranks 0, 2, 4, 6, 8, 10 and 14 more')
-    """
-    ordered = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    shown = runs[:_MOST_RUNS]
-    text = ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in shown)
-    left = len(ordered) - sum(map(len, shown))
-    return f"rank{'s' if len(ordered) > 1 else ''} {text}{f' and {left} more' if left else ''}"
 
 
 def _missing(

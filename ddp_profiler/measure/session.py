@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_profiler.errors import DdpProfilerError, UsageError
-from ddp_profiler.measure import environment, interfaces, meeting
+from ddp_profiler.measure import environment, interfaces, kernel, meeting
 from ddp_profiler.measure.awaited import in_words
 from ddp_profiler.measure.bounded import BoundedStore, NoAnswerError
 from ddp_profiler.measure.failures import FailureBoard, phase_key
@@ -122,7 +122,7 @@ class Session:
             own = meeting.Presence(
                 topology.rank,
                 socket.gethostname(),
-                interfaces.network_stack(),
+                kernel.shared("net"),
                 interfaces.find_route(device.backend),
                 interfaces.reachable_interfaces()[:4],
                 None if device.backend == "gloo" else interfaces.find_route("gloo"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ddp_profiler.errors import InputError
 from ddp_profiler.measure.bounded import BoundedStore
@@ -73,8 +74,7 @@ class Watch(threading.Thread):
         while not self._ended.wait(self.interval_s):
             begin = time.monotonic()
             try:
-                self._store.add(self._key, 1)
-                failures = self._store.add(FAILURES, 0)
+                failures = self._store.together(self._ask)
             except InputError as error:
                 # Counted from the question, not from the last answer: this thread itself may
                 # have been held up.
@@ -96,6 +96,11 @@ class Watch(threading.Thread):
                         f"{self._problem}"
                     )
                 return
+
+    def _ask(self, raw: Any) -> int:
+        """Gives the sign of life and returns the number of failures that were noted."""
+        raw.add(self._key, 1)
+        return int(raw.add(FAILURES, 0))
 
     def _tell(self) -> None:
         try:
