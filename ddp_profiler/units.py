@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_profiler.errors import name_ranks
+from ddp_profiler.naming import name_ranks
 
 NOTHING = "-"
 """Shown where a figure does not apply."""

@@ -19,11 +19,12 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from ddp_profiler.errors import DdpProfilerError, InputError, UsageError, name_ranks
+from ddp_profiler.errors import DdpProfilerError, InputError, UsageError
 from ddp_profiler.measure.bounded import BoundedStore, NoAnswerError, within
 from ddp_profiler.measure.failures import phase_key
 from ddp_profiler.measure.interfaces import GLOO_VARIABLE, NCCL_VARIABLE, Route, is_loopback
 from ddp_profiler.measure.topology import Topology
+from ddp_profiler.naming import name_ranks
 
 _PREFIX = "ddp_profiler"
 _HEARSAY_S = 3.0
