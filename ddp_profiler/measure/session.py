@@ -125,7 +125,9 @@ class Session:
                 kernel.shared("net"),
                 interfaces.find_route(device.backend),
                 interfaces.reachable_interfaces()[:4],
-                None if device.backend == "gloo" else interfaces.find_route("gloo"),
+                interfaces.find_route("gloo")
+                if device.backend != "gloo" and topology.local_world_size < topology.world_size
+                else None,
             )
             self._meeting = meeting.meet(topology, own, timeout_s)
             self.hosts = tuple(member.host for member in self._meeting.members)
