@@ -15,6 +15,10 @@ import sys
 import threading
 from typing import NoReturn
 
+from ddp_profiler.measure.bounded import NoAnswerError, within
+
+_FLUSH_S = 1.0
+
 
 def leave(code: int) -> NoReturn:
     """Runs the exit handlers, flushes the streams and ends the process with ``code``.
@@ -30,7 +34,17 @@ def leave(code: int) -> NoReturn:
 
 def leave_now(code: int) -> NoReturn:
     """Flushes the streams and ends the process with ``code``, whatever its threads do."""
+    try:
+        # A pipe that nobody reads any more would hold this up for ever.
+        within(_FLUSH_S, _flush)
+    except NoAnswerError:
+        pass
+    except RuntimeError:  # No thread can be started any more.
+        _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(code)

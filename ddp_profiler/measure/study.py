@@ -246,14 +246,18 @@ class Study:
                 phase.name = f"level {level.id}, batch proof"
                 facts = replace(facts, proof=run.prove_batch())
                 if leads:
+                    session.beat(heartbeat)
                     phase.name = f"level {level.id}, counting FLOPs"
                     flops, peak = self._flops(run.workload)
                     facts = replace(facts, flops_per_sample=flops, peak_flops_per_s=peak)
+                    session.beat(heartbeat)
         finally:
             run.close()
         if level.dp > 1:
             phase.name = f"level {level.id}, AllReduce in isolation"
-            isolated = IsolatedAllReduce(recorder, group, session.device.device)
+            isolated = IsolatedAllReduce(
+                recorder, group, session.device.device, beat or (lambda: None)
+            )
             recorder.begin_block(index, repetition, len(plan), Variant.ALLREDUCE)
             isolated.sweep(config.allreduce_max_mb * 2**20)
             recorder.begin_block(index, repetition, len(plan) + 1, Variant.BUCKETS)
