@@ -269,8 +269,8 @@ class LateRank(Experiment):
         "Right means: that rank and no other, that cause, and the meeting point where the others "
         "wait: the broadcast if its source is late before it, else the gradient reduction (at a "
         "broadcast a late receiver holds only the rank that sends to it). Waiting is what each of "
-        "the others spends in exposed_wait and forward_comm. Each row is three runs, one for each "
-        "rank."
+        "the others spends in exposed_wait and forward_comm, less the broadcast's own time, which "
+        "is what the late rank spends there. Each row is three runs, one for each rank."
     )
     _PARTS = ("data", "forward", "between", "backward")
 
@@ -316,8 +316,9 @@ class LateRank(Experiment):
             ]
             lags += [s["lag_ms"] for s in found if s["rank"] == case["rank"]]
             parts = {int(rank): values for rank, values in figures["parts"].items()}
+            own = parts[case["rank"]]["forward_comm"]
             waits += [
-                (parts[r]["exposed_wait"] or 0.0) + parts[r]["forward_comm"]
+                (parts[r]["exposed_wait"] or 0.0) + parts[r]["forward_comm"] - own
                 for r in parts
                 if r != case["rank"]
             ]
