@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 import traceback
@@ -15,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from accuracy_cases import EXPERIMENTS, Experiment, Row, by_name, lab_tool
+from accuracy_cases import EXPERIMENTS, ROOT, Experiment, Row, by_name, lab_tool
 
 FORMAT_VERSION = 1
 """Of the JSON file. 1: first format."""
@@ -64,10 +65,25 @@ def measure(
                 continue
             took = time.monotonic() - begin
             print(f"{name} {number}/{len(cases)} {case} {took:.0f} s", file=sys.stderr, flush=True)
-            done.append({"case": case, "figures": figures, "load": os.getloadavg()[0]})
+            item = {"case": case, "figures": figures, "load": os.getloadavg()[0]}
+            done.append({**item, "version": version()})
             if file is not None:
                 file.write_text(json.dumps(kept) + "\n")
     return whole
+
+
+def version() -> str:
+    """Returns version and commit of the product that is measured."""
+    from ddp_profiler import __version__
+
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=10"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return f"{__version__} {done.stdout.strip()}".strip()
 
 
 def describe() -> dict[str, Any]:
@@ -110,16 +126,40 @@ def render(kept: Mapping[str, Any]) -> str:
         experiment: kept["measured"].get(experiment.name, []) for experiment in EXPERIMENTS
     }
     tables = {
-        experiment: experiment.rows([(item["case"], item["figures"]) for item in items])
+        experiment: table(experiment, items, quick=kept["quick"])
         for experiment, items in by_experiment.items()
         if items
     }
+    items = [item for items in by_experiment.values() for item in items]
+    versions = ", ".join(sorted({item["version"] for item in items}))
+    highest = max((item["load"] for item in items), default=0.0)
+    lines += [
+        f"Product: {versions}. {len(items)} cases; the load of the machine was {highest:.1f} at "
+        "most, its own included.",
+        "",
+    ]
     judged = [row for rows in tables.values() for row in rows if row.holds is not None]
     held = sum(bool(row.holds) for row in judged)
     lines += [f"**{held} of {len(judged)} rows hold their goal.**", ""]
     for experiment, rows in tables.items():
         lines += [f"## {experiment.title}", "", experiment.text, "", *_table(rows), ""]
     return "\n".join(lines)
+
+
+def table(experiment: Experiment, items: Sequence[Mapping[str, Any]], *, quick: bool) -> list[Row]:
+    """Returns an experiment's rows; a case that could not be run is a row that does not hold."""
+    pairs = [(item["case"], item["figures"]) for item in items]
+    known = [case for case, _ in pairs]
+    missing = [
+        case
+        for case in experiment.cases(quick=quick)
+        if case not in known and not experiment.enough(pairs, case)
+    ]
+    rows = experiment.rows(pairs)
+    if missing:
+        count = f"{len(missing)} of {len(missing) + len(pairs)} cases"
+        rows.append(Row(count, "run", "not run or failed", "", "all run", False))
+    return rows
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
@@ -172,8 +212,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "format_version": FORMAT_VERSION,
             "created": datetime.now().astimezone().isoformat(timespec="seconds"),
             "machine": describe(),
+            "quick": options.quick,
             "measured": {},
         }
+    if options.read is None and kept["machine"] != describe():
+        parser.error(f"{source} was measured on another machine; choose another file")
+    if options.read is None and kept["quick"] != options.quick:
+        parser.error(f"{source} was measured with{'' if kept['quick'] else 'out'} --quick")
     whole = True
     if options.read is None:
         problems = [f"{item.name}: {item.problem}" for item in lab_tool.check() if item.problem]

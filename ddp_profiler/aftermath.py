@@ -27,6 +27,10 @@ _REPORT_S = 6.0
 """How long a rank stays so that rank 0 can keep and show the failure: when the first rank of a
 node ends, its launcher ends the others."""
 _WRITE_S = 3.0
+_ENDED = (
+    "What was measured before is kept: ddp-profiler analyze shows it. Look at the rank that "
+    "failed first, and at the link to its node."
+)
 
 
 class Aftermath:
@@ -34,7 +38,7 @@ class Aftermath:
 
     Args:
         rank: Global rank.
-        keep: Keeps failures and phases in the run folder; called on rank 0 only.
+        keep: Keeps failures and phases in the folder that this rank keeps, if it keeps one.
         say: Shows text to the user.
     """
 
@@ -71,23 +75,35 @@ class Aftermath:
         end.daemon = True
         end.start()
         self._noted = (Failure(self._rank, phase, message, socket.gethostname()),)
+        # Before the store is asked, which may take a while where it is what failed.
+        if not self._reported:  # Else the watch's thread has kept more than this.
+            self._keep_in_time(self._noted)
         self._main_board = self._board()
         self._noted = self._main_board.note(phase, message)
         return self._noted[0]
 
     def finish(self) -> None:
-        """Keeps and shows the failure on rank 0; the others give it the time for that."""
+        """Keeps the failure, and shows it on rank 0; the others give it the time for that."""
         if self._rank == 0:
             self._report()
-        elif self._main_board is not None:
+            return
+        self._keep_in_time(self._noted)
+        if self._main_board is not None:
             self._main_board.await_report(_REPORT_S)
 
     def keep_now(self) -> None:
-        """Keeps on rank 0 what is known, without asking others or showing a table."""
+        """Keeps what is known, without asking others or showing a table."""
         with self._report_lock:
-            if self._rank == 0 and not self._reported:
+            if not self._reported:
                 self._reported = True
-                self._keep(self._noted, ())
+                self._keep_in_time(self._noted)
+
+    def _keep_in_time(
+        self, failures: tuple[Failure, ...], phases: tuple[RankPhase, ...] = ()
+    ) -> None:
+        """Keeps failures, unless the disk does not answer or another thread hangs in writing."""
+        with contextlib.suppress(NoAnswerError):
+            within(_WRITE_S, lambda: self._keep(failures, phases))
 
     def _board(self) -> FailureBoard:
         if self._session is None:
@@ -102,12 +118,12 @@ class Aftermath:
             # The watch's thread may come first, while the main thread hangs.
             board = self._main_board or self._board()
             # At once, for a launcher that ends all ranks when one of them has ended.
-            self._keep(board.known() or self._noted, ())
+            self._keep_in_time(board.known() or self._noted)
             if self._session is None:
                 return
             failures, phases = board.settle(self._session.watch_interval_s)
             failures = failures or self._noted
-            self._keep(failures, phases)
+            self._keep_in_time(failures, phases)
             if failures and phase_table.tells_more(failures, phases):
                 self._say("what each rank was doing:\n" + phase_table.render(failures, phases))
             board.mark_reported()
@@ -115,6 +131,9 @@ class Aftermath:
     def _another_failed(self) -> None:
         if self._rank == 0:
             self._report()
+        else:
+            board = self._main_board or self._board()
+            self._keep_in_time(board.known() or self._noted)
 
     def _lost(self, reason: str) -> None:
         """Ends this process, on a thread of the watch."""
@@ -123,8 +142,9 @@ class Aftermath:
             return
         host = socket.gethostname()
         failure = Failure(self._rank, self._phase.name, reason, host)
-        if self._rank == 0 and not self._reported:
-            with contextlib.suppress(NoAnswerError):
-                within(_WRITE_S, lambda: self._keep((failure,), ()))
-        self._say(f"rank {self._rank} on {host} was ended in {self._phase.name}: {reason}")
+        if not self._reported:
+            self._keep_in_time((failure,))
+        self._say(
+            f"rank {self._rank} on {host} was ended in {self._phase.name}: {reason}\n{_ENDED}"
+        )
         leave_now(EXIT_BAD_INPUT)

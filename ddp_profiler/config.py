@@ -17,6 +17,7 @@ DEFAULT_MICRO_BATCH = 8
 MIN_WARMUP = 2
 MAX_ACCUMULATION = 10_000
 """The record numbers micro-steps in 14 bits."""
+MAX_ALLREDUCE_MB = 64.0
 _LONGEST_TIMEOUT_S = 30 * 86400.0
 
 
@@ -72,7 +73,7 @@ class StudyConfig:
     warmup: int = 5
     precision: str = "fp32"
     bucket_cap_mb: float = 25.0
-    allreduce_max_mb: float = 64.0
+    allreduce_max_mb: float = MAX_ALLREDUCE_MB
     backend: str = "auto"
     threads_per_rank: int | None = None
     timeout_s: float = 300.0
@@ -121,6 +122,12 @@ class StudyConfig:
             raise UsageError(
                 f"--allreduce-max-mb {self.allreduce_max_mb:g} is no size of 0 or more.",
                 "0 leaves the sweep out.",
+            )
+        if self.allreduce_max_mb > MAX_ALLREDUCE_MB:
+            raise UsageError(
+                f"--allreduce-max-mb {self.allreduce_max_mb:g} is above {MAX_ALLREDUCE_MB:g}, the "
+                "largest size that is measured.",
+                f"Give --allreduce-max-mb {MAX_ALLREDUCE_MB:g} or less.",
             )
         if self.link_gbps is not None and not 0 < self.link_gbps < math.inf:
             raise UsageError(

@@ -10,6 +10,8 @@ EXIT_DONE = 0
 EXIT_CHECK_FAILED = 1
 EXIT_USAGE = 2
 EXIT_BAD_INPUT = 3
+EXIT_INTERRUPTED = 130
+"""As a shell reports an end by Ctrl-C."""
 
 
 class DdpProfilerError(Exception):

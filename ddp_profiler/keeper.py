@@ -6,6 +6,7 @@ end of a run whose nodes share no file system is here too: bringing their parts 
 
 from __future__ import annotations
 
+import shlex
 import socket
 import threading
 import time
@@ -65,6 +66,18 @@ class RunKeeper:
                 self.info = replace(self.info, **changes)
                 writer.write_run_info(self.folder, self.info)
 
+    def release(self) -> bool:
+        """Gives the folder back for the next try, if no rank has begun its record in it.
+
+        Returns:
+            Whether this rank keeps no folder any more.
+        """
+        with self._lock:
+            if self.folder is not None and not paths.rank_files(self.folder):
+                paths.release_folder(self.folder)
+                self.folder = self.info = None
+            return self.folder is None
+
     def settle(self, session: Session, folder: Path, described: RunInfo) -> tuple[RecordPart, ...]:
         """Finds this rank's folder: the run's own, or one that this node claims for the run.
 
@@ -84,10 +97,7 @@ class RunKeeper:
                 lambda: self.claim(folder, replace(described, keeper=self._rank)),
             )
         except UsageError:
-            # Nothing was measured: the folder is free for the next try.
-            if self.folder is not None:
-                paths.release_folder(self.folder)
-                self.folder = self.info = None
+            self.release()
             raise
 
 
@@ -162,8 +172,11 @@ class PartsCollection:
             own_group = session.device.backend != "gloo"
             self._carrier = collect.GroupCarrier(session, self._senders, own_group=own_group)
 
-    def run(self) -> dict[int, str] | None:
+    def run(self, unreachable: str = "") -> dict[int, str] | None:
         """Collects, or hands over; what goes wrong is said and loses nothing.
+
+        Args:
+            unreachable: Why rank 0 did not answer before; then nothing is waited for again.
 
         Returns:
             On rank 0 the ranks whose files did not come, each with the reason. On other ranks
@@ -181,7 +194,7 @@ class PartsCollection:
                 ),
                 _Progress(self._say),
             )
-        reason = collect.hand_over(carrier, paths.rank_file(self._folder, rank))
+        reason = unreachable or collect.hand_over(carrier, paths.rank_file(self._folder, rank))
         if not reason:
             return {}
         error = InputError(
@@ -189,13 +202,13 @@ class PartsCollection:
             f"{socket.gethostname()} in {self._folder.absolute()}.",
             "Copy that folder to rank 0's node and join both with: ddp-profiler merge",
         )
-        self._say(_safe(error))
+        self._say(str(error))
         return None
 
     def tell_lost(self, lost: Mapping[int, str]) -> None:
         """Says which ranks' files were not collected, where they are, and what to do."""
         kept = [
-            f"{units.ranks(there)} on {part.hostname} in {part.folder}"
+            f"{units.ranks(there)} on {part.hostname} in {shlex.quote(part.folder)}"
             for part in self._parts
             if (there := [rank for rank in part.ranks if rank in lost])
         ]
@@ -203,14 +216,9 @@ class PartsCollection:
             f"not all parts were collected ({'; '.join(dict.fromkeys(lost.values()))}). They are "
             f"kept: {'; '.join(kept)}.",
             "Copy what is missing to this node and join: "
-            f"ddp-profiler merge {self._folder} DIR... --out RUN",
+            f"ddp-profiler merge {shlex.quote(str(self._folder))} DIR... --out RUN",
         )
-        self._say(_safe(error))
-
-
-def _safe(error: InputError) -> str:
-    """Returns an error's lines; what names of files hold is made safe for a terminal."""
-    return "\n".join(units.printable(line) for line in str(error).splitlines())
+        self._say(str(error))
 
 
 class _Progress:

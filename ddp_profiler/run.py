@@ -17,10 +17,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddp_profiler import units
 from ddp_profiler.analysis.results import Summary
 from ddp_profiler.cli import error_text, parse_click, worker_options, write_out
 from ddp_profiler.config import ScriptConfig, StudyConfig
-from ddp_profiler.errors import EXIT_DONE, CheckFailed, DdpProfilerError, InputError
+from ddp_profiler.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    CheckFailed,
+    DdpProfilerError,
+    InputError,
+    UsageError,
+)
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure.topology import Topology, place_levels, plan_levels, read_topology
 from ddp_profiler.record import paths, writer
@@ -35,8 +43,6 @@ from ddp_profiler.schema import (
 
 NAME = "ddp_profiler.run"
 
-_LAST_WAIT_S = 15.0
-"""So long rank 0 waits for the others to close, once a collection has shown that some are gone."""
 _TIMED_OUT = (
     "A rank has died or hangs, or a link is down; --timeout S waits longer. What was measured "
     "before is kept."
@@ -81,7 +87,9 @@ def _complain(error: DdpProfilerError, speaks: bool) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"{NAME}: {text}", file=sys.stderr, flush=True)
+    """Shows text; what names of files, hosts and models hold is made safe for a terminal."""
+    safe = "\n".join(units.printable(line) for line in text.split("\n"))
+    print(f"{NAME}: {safe}", file=sys.stderr, flush=True)
 
 
 def _run_script(config: ScriptConfig, topology: Topology) -> int:
@@ -109,12 +117,16 @@ class _Worker:
         self.topology = topology
         self.levels: tuple[LevelSettings, ...] = ()
         self._keeper: Any = None
+        self._nothing_measured = False
+        """The settings were refused before anything was recorded."""
 
     def run(self) -> int:
         rank = self.topology.rank
         try:
             self.levels = plan_levels(self.config, self.topology.world_size)
             prepared = self._prepare()
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
         except Exception as error:
             if self.config.debug:
                 traceback.print_exc()
@@ -131,12 +143,17 @@ class _Worker:
         """Checks all that can be checked before ranks meet: one clear line, no timing lost."""
         from ddp_profiler import keeper
         from ddp_profiler.measure import batches, interfaces, session, study
-        from ddp_profiler.workload.plant import parse_plants
+        from ddp_profiler.workload.plant import check_plants, parse_plants
 
         topology = self.topology
-        parse_plants(self.config.plants)
+        check_plants(
+            parse_plants(self.config.plants), topology.world_size, [lv.dp for lv in self.levels]
+        )
         device = session.choose_device(topology, self.config.backend, self.config.threads_per_rank)
         interfaces.find_route(device.backend)
+        if topology.local_world_size < topology.world_size:
+            # Under NCCL, gloo carries clock readings and files between nodes.
+            interfaces.find_route("gloo")
         workload = study.build_workload(self.config, self.levels[0].micro_batch)
         for level in self.levels:
             batches.check_data(workload, level)
@@ -152,39 +169,46 @@ class _Worker:
     def _measure(self, device: Any, workload: Any) -> int:
         from ddp_profiler.aftermath import Aftermath
         from ddp_profiler.measure import study
-        from ddp_profiler.measure.bounded import StoreLostError
         from ddp_profiler.measure.leave import leave
 
         phase = study.Phase()
         aftermath = Aftermath(self.topology.rank, self._keep_failure, _say)
+        where = f"rank {self.topology.rank} on {socket.gethostname()}"
         try:
-            self._study(device, workload, phase, aftermath)
+            parts = self._study(device, workload, phase, aftermath)
         except DdpProfilerError as error:
             if self.config.debug:
                 traceback.print_exc()
-            shown: DdpProfilerError = error
-            if isinstance(error, StoreLostError):
-                where = f"rank {self.topology.rank} on {socket.gethostname()}"
-                shown = InputError(f"{where} failed in {phase.name}: {error.message}", error.remedy)
+            shown = error
+            if aftermath.met:
+                kind = UsageError if isinstance(error, UsageError) else InputError
+                shown = kind(f"{where} failed in {phase.name}: {error.message}", error.remedy)
             self._give_up(aftermath, phase.name, error.message, shown)
         except KeyboardInterrupt:
             aftermath.note(phase.name, "interrupted")
             aftermath.keep_now()
-            leave(130)
+            leave(EXIT_INTERRUPTED)
         except (Exception, SystemExit) as error:
             if self.config.debug:
                 traceback.print_exc()
             message = _one_line(error)
             failure = InputError(
-                f"rank {self.topology.rank} failed in {phase.name}: {message}",
+                f"{where} failed in {phase.name}: {message}",
                 _TIMED_OUT
                 if "timed out" in message.lower()
                 else "--debug shows the stack trace; what was measured before is kept.",
             )
             self._give_up(aftermath, phase.name, message, failure)
+        code = EXIT_DONE
         if self.topology.rank == 0:
-            return _conclude(self._keeper.folder, self.config.debug)
-        return EXIT_DONE
+            try:
+                code = _conclude(self._keeper.folder, self.config.debug)
+            except KeyboardInterrupt:
+                code = EXIT_INTERRUPTED
+        if parts:
+            # A node may have been lost on the way, and with it connections of this process.
+            leave(code)
+        return code
 
     def _give_up(
         self, aftermath: Any, phase: str, message: str, error: DdpProfilerError
@@ -193,6 +217,7 @@ class _Worker:
         from ddp_profiler.measure.leave import leave
 
         topology, host = self.topology, socket.gethostname()
+        self._nothing_measured = isinstance(error, UsageError)
         first = aftermath.note(phase, message)
         if not aftermath.met:
             aftermath.finish()
@@ -207,11 +232,12 @@ class _Worker:
         aftermath.finish()
         leave(error.exit_code)
 
-    def _study(self, device: Any, workload: Any, phase: Any, aftermath: Any) -> None:
+    def _study(self, device: Any, workload: Any, phase: Any, aftermath: Any) -> Any:
+        """Measures and collects; returns the folders in use, none where all ranks see one."""
         from ddp_profiler.keeper import PartsCollection
         from ddp_profiler.measure import collect, study
         from ddp_profiler.measure.clock_sync import ClockSync, local_clock
-        from ddp_profiler.measure.session import Session
+        from ddp_profiler.measure.session import CLOSING_S, Session
         from ddp_profiler.report.progress import NoProgress, StudyProgress
         from ddp_profiler.workload.plant import parse_plants, planted_clock
 
@@ -236,7 +262,7 @@ class _Worker:
         phase.name = "checking what the backend can reduce"
         session.check_reducible({p.dtype for p in workload.module.parameters() if p.requires_grad})
         if rank == 0:
-            _say(self._plan_line(workload, device))
+            _say(self._plan_line(workload, device, session))
             if config.placement == "spread" and not any(
                 level.placement == "spread" for level in self.levels
             ):
@@ -247,7 +273,13 @@ class _Worker:
         del workload
 
         phase.name = "making the group that compares clocks"
-        clock_sync = ClockSync(places, rank, clock, session.timeout)
+        clock_sync = ClockSync(places, clock, session)
+        if rank == 0 and clock_sync.problem:
+            _say(
+                f"waiting between hosts will not be told from transfer: {clock_sync.problem}.\n"
+                "Gloo must find a way between the nodes; GLOO_SOCKET_IFNAME names its interface."
+            )
+        phase.name = "opening the record"
         stream = writer.SpanWriter(folder, rank, described.run_id)
         progress = StudyProgress(len(self.levels) * config.repeat) if rank == 0 else NoProgress()
         try:
@@ -265,22 +297,21 @@ class _Worker:
         finally:
             stream.close()
         phase.name = "collecting the parts of other nodes"
-        if parts:
-            self._share_facts(session)
-        lost = collection.run()
+        lost = collection.run(self._share_facts(session) if parts else "")
         phase.name = "closing"
+        # Before the wait, in which a launcher may end this rank: all is measured and written.
+        keeper.update(status="complete")
         if lost is None:
             # Not even the store can be reached: what this node measured is complete all the same.
-            pass
+            session.stop_watching()
         elif not lost:
             session.close(heartbeat=collect.HEARTBEAT)
         else:
             # A node that is gone may be why, and what is here can be analysed.
             with contextlib.suppress(DdpProfilerError, RuntimeError):
-                session.close(limit_s=_LAST_WAIT_S)
-        keeper.update(status="complete")
-        if lost:
+                session.close(heartbeat=collect.HEARTBEAT, limit_s=CLOSING_S)
             collection.tell_lost(lost)
+        return parts
 
     def _describe(self, session: Any, places: Any, parts: Any, device: Any) -> None:
         """Completes the run's description, on each rank that keeps one."""
@@ -313,33 +344,48 @@ class _Worker:
                 parts=described.parts,
             )
 
-    def _share_facts(self, session: Any) -> None:
-        """Gives every keeper what rank 0 knows: the clocks, and what the machine gave each rank."""
+    def _share_facts(self, session: Any) -> str:
+        """Gives every keeper what rank 0 knows: the clocks, and what the machine gave each rank.
+
+        Returns:
+            Why rank 0 did not say it; empty if it did.
+        """
         keeper = self._keeper
         if self.topology.rank == 0:
             session.publish("facts", (keeper.info.facts, keeper.info.clocks))
         elif keeper.info is not None:
             # Without it the node's own folder says less, and its part is whole all the same.
-            with contextlib.suppress(DdpProfilerError):
+            try:
                 self._keep_facts(
                     *session.learn("facts", tuple[tuple[LevelFacts, ...], tuple[ClockReading, ...]])
                 )
+            except DdpProfilerError as error:
+                return error.message.removesuffix(".")
+        return ""
 
     def _keep_facts(self, facts: tuple[LevelFacts, ...], clocks: tuple[ClockReading, ...]) -> None:
         """Writes what is known so far: a run that dies later can be read."""
         self._keeper.update(facts=facts, clocks=clocks)
 
-    def _plan_line(self, workload: Any, device: Any) -> str:
+    def _plan_line(self, workload: Any, device: Any, session: Any) -> str:
+        from ddp_profiler.measure import interfaces
+
         size = sum(p.numel() for p in workload.module.parameters() if p.requires_grad)
         levels = ", ".join(level.id for level in self.levels)
+        via = ""
+        if len({place.node for place in session.places}) > 1:
+            route = interfaces.find_route(device.backend)
+            via = f" via {route}"
         return (
-            f"{workload.name}, {size:,} parameters, {device.backend} on {device.device.type}, "
+            f"{workload.name}, {size:,} parameters, {device.backend} on {device.device.type}{via}, "
             f"{device.threads} threads a rank; levels: {levels}"
         )
 
     def _keep_failure(self, failures: tuple[Failure, ...], phases: tuple[RankPhase, ...]) -> None:
         """Keeps failures in run.json; called on the main thread or while it hangs."""
         try:
+            if self._nothing_measured and self._keeper.release():
+                return
             self._keeper.update(status="failed", failures=failures, phases=phases)
         except OSError as error:
             _say(f"run.json cannot be written: {error}")

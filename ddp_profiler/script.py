@@ -27,7 +27,7 @@ import torch
 from ddp_profiler.config import ScriptConfig
 from ddp_profiler.errors import EXIT_DONE
 from ddp_profiler.keeper import RunKeeper, describe_script
-from ddp_profiler.measure import environment
+from ddp_profiler.measure import environment, kernel
 from ddp_profiler.measure.attachment import Attachment
 from ddp_profiler.measure.leave import leave, leave_by
 from ddp_profiler.measure.loop import block_plan
@@ -158,7 +158,7 @@ class ScriptRun:
             local_rank=self._topology.local_rank,
             node=0,
             hostname=socket.gethostname(),
-            clock_domain=environment.clock_domain(),
+            clock_domain=kernel.shared("time"),
             device=str(device),
             pid=os.getpid(),
         )

@@ -1,25 +1,29 @@
 """Tells times of all ranks on one clock, with an uncertainty that covers the truth.
 
 The record holds, for each host with a clock of its own, bounds of its offset from rank 0's
-clock at some moments. Between two moments a clock runs at one rate, so its offset lies
-between the straight lines through the lower and through the upper bounds. Before the first
-and after the last moment the bounds open by `MAX_DRIFT`.
+clock at some moments. Between two moments its offset is taken to lie between the straight
+lines through the lower and through the upper bounds, opened by `RATE_CHANGE` for each ns to
+the nearer moment; before the first and after the last they open by `MAX_DRIFT`. The bounds
+at the moments are certain, the two allowances are assumptions about how clocks are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ddp_profiler.analysis.parts import Columns, Floats, Ints
+from ddp_profiler.analysis.parts import Floats, Ints
 from ddp_profiler.schema import ClockReading, RunInfo
 
-MAX_DRIFT = 500e-6
-"""The fastest that the kernel lets a clock be slewed (adjtimex), as a fraction."""
+MAX_DRIFT = 1000e-6
+"""By how much two hosts' clocks drift apart at most: each slewed by NTP's usual limit of
+500 ppm, in opposite directions."""
+RATE_CHANGE = 20e-6
+"""By how much a rate may differ, within minutes, from the mean rate between two comparisons:
+corrections of a clock that NTP keeps, and changes of its temperature, are smaller."""
 
-_NULL = np.iinfo(np.int64).min
 _NS_PER_MS = 1e6
 
 
@@ -41,9 +45,13 @@ class HostClock:
         """Returns lower and upper bound of the offset in ns at times on this clock."""
         # Counted from the first reading: as floats, large times would lose their ns.
         at, now = (self.at - self.at[0]).astype(float), (times - self.at[0]).astype(float)
-        outside = np.maximum(at[0] - now, 0) + np.maximum(now - at[-1], 0)
-        low = np.interp(now, at, (self.low - self.low[0]).astype(float)) - outside * MAX_DRIFT
-        high = np.interp(now, at, (self.high - self.low[0]).astype(float)) + outside * MAX_DRIFT
+        opened = MAX_DRIFT * (np.maximum(at[0] - now, 0) + np.maximum(now - at[-1], 0))
+        after = np.searchsorted(at, now)
+        inside = (after > 0) & (after < len(at))
+        before_ns = now[inside] - at[after[inside] - 1]
+        opened[inside] = RATE_CHANGE * np.minimum(before_ns, at[after[inside]] - now[inside])
+        low = np.interp(now, at, (self.low - self.low[0]).astype(float)) - opened
+        high = np.interp(now, at, (self.high - self.low[0]).astype(float)) + opened
         return low, high
 
     def to_reference(self, times: Ints) -> Ints:
@@ -110,17 +118,13 @@ class CommonClock:
         domains = self._of(ranks)
         return len(domains) <= 1 or domains <= set(self._clocks)
 
-    def columns(self, rank: int, columns: Columns) -> Columns:
-        """Returns a rank's spans with their times on the common clock, where it is known."""
+    def common(self, rank: int) -> Callable[[Ints], Ints]:
+        """Returns what tells times of a rank, in ns, on the common clock.
+
+        For moments only: lengths of one rank are right on its own clock.
+        """
         clock = self._clocks.get(self._domains.get(rank, ""))
-        if clock is None:
-            return columns
-        ends = columns["end_ns"].astype(np.int64)
-        return {
-            **columns,
-            "begin_ns": clock.to_reference(columns["begin_ns"].astype(np.int64)),
-            "end_ns": np.where(ends == _NULL, _NULL, clock.to_reference(ends)),
-        }
+        return _unchanged if clock is None else clock.to_reference
 
     def uncertainty_ms(self, times: Mapping[int, Ints]) -> float:
         """Returns by how much times of two ranks may be apart that are told as equal, in ms.
@@ -142,6 +146,10 @@ class CommonClock:
 
     def _of(self, ranks: Sequence[int]) -> set[str]:
         return {self._domains[rank] for rank in ranks if rank in self._domains}
+
+
+def _unchanged(times: Ints) -> Ints:
+    return times
 
 
 def offsets(info: RunInfo) -> tuple[ClockOffset, ...]:

@@ -9,6 +9,7 @@ from ddp_profiler.analysis.machine import find_machine
 from ddp_profiler.analysis.placement import largest, packed_twin, scaling_curve
 from ddp_profiler.analysis.results import Finding, LevelResult
 from ddp_profiler.analysis.scaling import sharpest_drop
+from ddp_profiler.analysis.stragglers import SEVERAL, Straggler
 
 _SEVERITIES = ("error", "warning", "info")
 
@@ -149,17 +150,13 @@ def _about_stragglers(level: LevelResult) -> Iterator[Finding]:
         )
         host = hosts.get(straggler.rank)
         where = f" ({units.printable(host)})" if host and level.nodes > 1 else ""
-        cause = (
-            f"it takes longer in {straggler.cause}"
-            if straggler.cause
-            else "no part of its own step explains it: it left the meeting point before late"
-        )
+        others = "The other rank waits" if level.dp == 2 else "The others wait"
         yield Finding(
             id="straggler",
             severity="warning",
             message=f"{level.id}: rank {straggler.rank}{where} is late by "
-            f"{units.ms(straggler.lag_ms)} ms {often}; {cause}. The others wait "
-            f"{_PLACES[straggler.at]}.",
+            f"{units.ms(straggler.lag_ms)} ms {often}; it takes longer {_why(straggler)}. "
+            f"{others} {_PLACES[straggler.at]}.",
             evidence="; ".join(
                 (
                     f"{units.ms(straggler.recoverable_ms)} ms a step could be recovered",
@@ -169,6 +166,16 @@ def _about_stragglers(level: LevelResult) -> Iterator[Finding]:
             expected_gain_ms=straggler.recoverable_ms,
             expected_gain_pct=straggler.recoverable_ms / step.mean * 100 if step else None,
         )
+
+
+def _why(straggler: Straggler) -> str:
+    if straggler.cause == "other":
+        return "outside data, forward, backward and optimizer"
+    if straggler.cause == SEVERAL:
+        largest = sorted(straggler.parts_ms, key=lambda part: -straggler.parts_ms[part])[:3]
+        parts = ", ".join(f"{part} {units.ms(straggler.parts_ms[part])} ms" for part in largest)
+        return f"in several parts: {parts}"
+    return f"in {straggler.cause}"
 
 
 def _about_limits(levels: Sequence[LevelResult]) -> Iterator[Finding]:

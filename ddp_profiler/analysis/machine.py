@@ -286,7 +286,8 @@ def find_machine(levels: Sequence[LevelResult]) -> Iterator[Finding]:
             message=f"{_listed(names)}: {text}",
             evidence=found[0][1]
             if len(found) == 1
-            else "; ".join(f"{level.id}: {evidence}" for level, evidence in found[-3:]),
+            else "; ".join(f"{level.id}: {evidence}" for level, evidence in found[-3:])
+            + (f"; {len(found) - 3} more before" if len(found) > 3 else ""),
         )
 
 

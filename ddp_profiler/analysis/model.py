@@ -94,14 +94,17 @@ class StepCosts:
         )
 
     @property
-    def needless_ms(self) -> float:
+    def needless_ms(self) -> float | None:
         """What a step would save in ms by reducing in its last micro-step only.
 
         All but one of ``syncs`` transfers, copies and slower backwards. Not the waiting: a
-        rank that is late in every micro-step would be so by the sum at the one meeting.
+        rank that is late in every micro-step would be so by the sum at the one meeting. None
+        where waiting is withheld, since exposed_transfer holds it then.
         """
         if self.syncs <= 1:
             return 0.0
+        if self.exposed_wait is None:
+            return None
         each = (self.sync_backward + self.exposed_transfer + self.exposed_copy) / self.syncs
         return (self.syncs - 1) * each
 

@@ -71,8 +71,6 @@ class Meetings:
         in_forward: Whether it was issued in forward; else in backward.
         begin: The rank arrived, in ns.
         end: It could go on, in ns.
-        own: Its own time in that forward or backward before it arrived, in ns: since the
-            phase began, or since the collective before.
     """
 
     step_index: Ints
@@ -81,7 +79,55 @@ class Meetings:
     in_forward: npt.NDArray[np.bool_]
     begin: Ints
     end: Ints
-    own: Ints
+
+
+@dataclass(frozen=True)
+class Passed:
+    """How much time of a kind has passed at any moment: intervals that overlap count once.
+
+    Attributes:
+        moments: Begins and ends of the intervals in turn, in ns; shape [2 x interval].
+        total: Time of that kind until each of them, in ns.
+    """
+
+    moments: Ints
+    total: Floats
+
+    def until(self, times: Ints) -> Floats:
+        """Returns the time that has passed until each moment, in ns."""
+        if len(self.moments) == 0:
+            return np.zeros(np.shape(times))
+        # Counted from the first moment: as floats, large times would lose their ns.
+        first = self.moments[0]
+        passed: Floats = np.interp(
+            (times - first).astype(float), (self.moments - first).astype(float), self.total
+        )
+        return passed
+
+
+def passed(begin: Ints, end: Ints) -> Passed:
+    """Adds up intervals, shape [interval] each in ns, in any order."""
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], np.maximum.accumulate(end[order]) if len(end) else end
+    before = np.concatenate((begin[:1], end[:-1]))
+    begin = np.maximum(begin, before)
+    moments = np.stack((begin, np.maximum(end, begin)), axis=1).reshape(-1)
+    total = np.cumsum(np.maximum(end - begin, 0)).astype(np.float64)
+    until_begin = np.concatenate(([0.0], total[:-1])) if len(total) else total
+    return Passed(moments, np.stack((until_begin, total), axis=1).reshape(-1))
+
+
+@dataclass(frozen=True)
+class OwnTime:
+    """A part of a rank's own work: its calls, less the time in them that is another part's."""
+
+    calls: Passed
+    less: tuple[Passed, ...] = ()
+
+    def until(self, times: Ints) -> Floats:
+        """Returns the part's time until each moment, in ns."""
+        own: Floats = self.calls.until(times) - sum(other.until(times) for other in self.less)
+        return own
 
 
 @dataclass(frozen=True)
@@ -93,12 +139,14 @@ class Steps:
         key: Identifies the same step on every rank: (repetition, step) packed.
         block: Block of each step.
         repetition: Repetition of each step.
+        begin: Begin of each step in ns.
         wall_ms: Length of the step.
         samples: Samples that entered forward; 0 where forward was not observed.
         micro_steps: Forward calls seen.
         parts_ms: Everything but the three exposed parts, by name.
         backwards: The synchronising backward calls.
         meetings: Collectives issued inside forward or backward.
+        own: Data, forward, backward and optimizer as they pass, of all steps ever derived.
         busy_ms: Union of the in-flight intervals of gradient collectives.
         overlapped_ms: The part of it before the end of local backward.
         collectives: Gradient collectives of the step.
@@ -110,12 +158,14 @@ class Steps:
     key: Ints
     block: Ints
     repetition: Ints
+    begin: Ints
     wall_ms: Floats
     samples: Ints
     micro_steps: Ints
     parts_ms: Mapping[str, Floats]
     backwards: Backwards
     meetings: Meetings
+    own: Mapping[str, OwnTime]
     busy_ms: Floats
     overlapped_ms: Floats
     collectives: Ints
@@ -135,6 +185,7 @@ class Steps:
             key=self.key[kept],
             block=self.block[kept],
             repetition=self.repetition[kept],
+            begin=self.begin[kept],
             wall_ms=self.wall_ms[kept],
             samples=self.samples[kept],
             micro_steps=self.micro_steps[kept],
@@ -155,7 +206,6 @@ class Steps:
                 in_forward=meetings.in_forward[met],
                 begin=meetings.begin[met],
                 end=meetings.end[met],
-                own=meetings.own[met],
             ),
             busy_ms=self.busy_ms[kept],
             overlapped_ms=self.overlapped_ms[kept],
@@ -222,12 +272,14 @@ def derive_steps(rank: int, columns: Columns, level: int, variant: Variant) -> S
         key=key,
         block=steps["block"],
         repetition=steps["repetition"],
+        begin=steps["begin_ns"],
         wall_ms=wall,
         samples=np.bincount(row[forwards], weights=samples, minlength=len(key)).astype(np.int64),
         micro_steps=count(SpanKind.FORWARD),
         parts_ms=parts,
         backwards=backwards,
         meetings=_meetings(spans, row),
+        own=_own(spans, backwards),
         busy_ms=_per_step(busy, gradients.row, len(key)) / _NS_PER_MS,
         overlapped_ms=_per_step(overlapped, gradients.row, len(key)) / _NS_PER_MS,
         collectives=np.bincount(gradients.row, minlength=len(key)).astype(np.int64),
@@ -421,35 +473,23 @@ def _meetings(spans: Columns, row: Ints) -> Meetings:
         in_forward=in_forward,
         begin=begin,
         end=end,
-        own=_own_before(spans, call, in_forward, begin, end),
     )
 
 
-def _own_before(
-    spans: Columns, call: Ints, in_forward: npt.NDArray[np.bool_], begin: Ints, end: Ints
-) -> Ints:
-    """Returns a rank's own time before each collective inside forward or backward, in ns.
+def _own(spans: Columns, backwards: Backwards) -> dict[str, OwnTime]:
+    """Returns the parts of a rank's own work as they pass."""
 
-    Args:
-        spans: All spans.
-        call: Micro-step of each collective, shape [collective], in order of time.
-        in_forward: Whether it was issued in forward.
-        begin: Begin of each collective.
-        end: End of each collective.
-    """
-    every_call = _call_key(step_keys(spans["repetition"], spans["step"]), spans["micro_step"])
-    # A phase that was not recorded begins with the collective: nothing is known before it.
-    went_on = begin.copy()
-    for phase, mine in ((SpanKind.FORWARD, in_forward), (SpanKind.BACKWARD, ~in_forward)):
-        is_phase = spans["kind"] == phase
-        found = _Lookup(every_call[is_phase]).find(call)
-        known = mine & (found >= 0)
-        went_on[known] = spans["begin_ns"][is_phase][found[known]]
-    if len(call) > 1:
-        follows = (call[1:] == call[:-1]) & (in_forward[1:] == in_forward[:-1])
-        went_on[1:][follows] = end[:-1][follows]
-    own: Ints = np.maximum(begin - went_on, 0)
-    return own
+    def of(*kinds: SpanKind) -> Passed:
+        chosen = np.isin(spans["kind"], [int(kind) for kind in kinds])
+        return passed(spans["begin_ns"][chosen], spans["end_ns"][chosen])
+
+    exposed = passed(backwards.local_end, backwards.end)
+    return {
+        "data": OwnTime(of(SpanKind.DATA)),
+        "forward": OwnTime(of(SpanKind.FORWARD), (of(SpanKind.FORWARD_COMM),)),
+        "backward": OwnTime(of(SpanKind.BACKWARD), (of(SpanKind.BACKWARD_COMM), exposed)),
+        "optimizer": OwnTime(of(SpanKind.OPTIMIZER)),
+    }
 
 
 def _local_end(

@@ -7,7 +7,7 @@ have waited less by the time between the two. That time is the lag.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,10 +22,19 @@ GRADIENT_REDUCTION = "gradient_reduction"
 
 LEAST_SHARE_OF_STEP = 0.02
 """Recoverable time below this share of the step is nobody's fault that is worth a name."""
+SEVERAL = "several"
 _LEAST_STEPS = 5
 _FIXED_ABOVE = 0.5
 _UNCERTAINTIES = 2.0
 """A lag counts if it is larger than so many clock uncertainties."""
+_EXPLAINED = 0.5
+"""A rank is late by its own doing where its parts explain this share of its lag."""
+
+_MET = 0.5
+"""Ranks have met at a collective where the others waited for this share of the lag."""
+
+_OTHER = "other"
+_KINDS = (FORWARD_COMM, BACKWARD_COMM, GRADIENT_REDUCTION)
 
 
 @dataclass(frozen=True)
@@ -35,11 +44,12 @@ class Straggler:
     Attributes:
         rank: Global rank.
         lag_ms: How much later than the second-last it comes, median over the steps in which
-            it is late.
+            it is late; several meeting points of one kind in a step add up.
         share_of_steps_fraction: Share of the steps in which it is late.
         fixed: Whether it is late in most steps; else now and then (passing).
         cause: The part in which it takes longer than the others: data, forward, backward,
-            optimizer or other; None if no part of its own explains half of the lag.
+            optimizer or other; ``several`` if no single one explains half of the lag.
+        parts_ms: What each part contributes to the lag, mean over the steps in which it is late.
         at: Where the others wait for it: ``forward_comm``, ``backward_comm`` or
             ``gradient_reduction``.
         recoverable_ms: Lag per step, mean over all steps.
@@ -51,264 +61,285 @@ class Straggler:
     lag_ms: float
     share_of_steps_fraction: float
     fixed: bool
-    cause: str | None
+    cause: str
+    parts_ms: Mapping[str, float]
     at: str
     recoverable_ms: float
     uncertainty_ms: float
     evidence: tuple[str, ...] = ()
 
 
-def find_stragglers(ranks: Sequence[Steps], uncertainty_ms: float) -> tuple[Straggler, ...]:
+@dataclass(frozen=True)
+class Arrivals:
+    """One rank's steps, and how its clock relates to the one that all are compared on.
+
+    Attributes:
+        steps: The steps, with times on the rank's own clock.
+        common: From times on that clock, in ns, to times on the common one.
+    """
+
+    steps: Steps
+    common: Callable[[Ints], Ints]
+
+
+def find_stragglers(ranks: Sequence[Arrivals], uncertainty_ms: float) -> tuple[Straggler, ...]:
     """Returns the stragglers of a level, the one that costs most first.
 
     A rank is named where the time that the others could recover is at least 2 % of the step,
-    where a bootstrap over steps shows that it is last by more than any other rank is, and
-    where its lag exceeds what the clocks' uncertainty could feign.
+    by the lower end of a 95 % bootstrap interval over steps; where its own parts explain at
+    least half of its lag (else it only left the meeting point before late, which the network
+    does to ranks in turn); and where its lag exceeds what the clocks' uncertainty could feign.
 
     Args:
-        ranks: Each rank's steps, the same ones, with times on one clock.
+        ranks: Each rank's steps, the same ones.
         uncertainty_ms: By how much two ranks' times may be apart for want of better clocks.
     """
-    if len(ranks) < 2 or len(ranks[0]) < _LEAST_STEPS:
+    if len(ranks) < 2 or len(ranks[0].steps) < _LEAST_STEPS:
         return ()
-    step_ms = float(np.mean([steps.wall_ms.mean() for steps in ranks]))
-    lags = _lags(ranks)
+    step_ms = float(np.mean([rank.steps.wall_ms.mean() for rank in ranks]))
     found = [
         straggler
-        for at in lags
+        for kind, lags in _lags(ranks).items()
         for place in range(len(ranks))
-        if (straggler := _judge(ranks, place, at, lags, step_ms, uncertainty_ms)) is not None
+        if (straggler := _judge(ranks, place, kind, lags, step_ms, uncertainty_ms)) is not None
     ]
     return tuple(sorted(found, key=lambda straggler: -straggler.recoverable_ms))
 
 
 @dataclass(frozen=True)
 class _Lags:
-    """Who came last at the meeting points of one kind, shape [step] each.
+    """Lags at the meeting points of one kind, in ms.
 
     Attributes:
-        last: Place of the rank that came last.
-        lag_ms: How much later than the second-last, as far as the others waited for it.
+        by_rank: How much later than the second-last each rank came, as far as the others
+            waited for it, [rank, step]; 0 where it was not the last.
+        explained: The part of it that each part of the rank's own work explains, by part.
     """
 
-    last: Ints
-    lag_ms: Floats
-
-    def of(self, place: int) -> Floats:
-        """Returns the lag of one rank in ms, 0 where another came last."""
-        return np.where(self.last == place, self.lag_ms, 0.0)
+    by_rank: Floats
+    explained: Mapping[str, Floats]
 
 
 def _judge(
-    ranks: Sequence[Steps],
+    ranks: Sequence[Arrivals],
     place: int,
     at: str,
-    lags: Mapping[str, _Lags],
+    lags: _Lags,
     step_ms: float,
     uncertainty_ms: float,
 ) -> Straggler | None:
-    mine = lags[at].of(place)
-    if mine.mean() < LEAST_SHARE_OF_STEP * step_ms:
-        return None
-    others = [lags[at].of(other) for other in range(len(ranks)) if other != place]
-    rival = max(others, key=lambda values: float(values.mean()))
-    interval = statistics.block_bootstrap(mine - rival, lambda v: np.mean(v, axis=-1))
-    if interval is None or interval[0] <= 0:
+    mine = lags.by_rank[place]
+    interval = statistics.block_bootstrap(mine, lambda v: np.mean(v, axis=-1))
+    if interval is None or interval[0] < LEAST_SHARE_OF_STEP * step_ms:
         return None
     # Half of the typical lag, typical by weight: a rank that is late by 100 ms in every tenth
     # step and by 0.3 ms in others is late in every tenth.
     typical = float((mine**2).sum() / mine.sum())
     late = mine >= typical / 2
     lag = float(np.median(mine[late]))
-    if lag <= _UNCERTAINTIES * uncertainty_ms:
+    parts = {part: float(values[place][late].mean()) for part, values in lags.explained.items()}
+    total = float(mine[late].mean())
+    if lag <= _UNCERTAINTIES * uncertainty_ms or sum(parts.values()) < _EXPLAINED * total:
         return None
     share = float(late.mean())
+    largest = max(parts, key=lambda part: parts[part])
     return Straggler(
-        rank=ranks[place].rank,
+        rank=ranks[place].steps.rank,
         lag_ms=lag,
         share_of_steps_fraction=share,
         fixed=share >= _FIXED_ABOVE,
-        cause=_cause(ranks, place, at, lags, late, lag),
+        cause=largest if parts[largest] >= _EXPLAINED * total else SEVERAL,
+        parts_ms=parts,
         at=at,
         recoverable_ms=float(mine.mean()),
         uncertainty_ms=uncertainty_ms,
     )
 
 
-def _cause(
-    ranks: Sequence[Steps],
-    place: int,
-    at: str,
-    lags: Mapping[str, _Lags],
-    late: npt.NDArray[np.bool_],
-    lag_ms: float,
-) -> str | None:
-    """Returns the part in which a rank exceeds the others most in the steps it is late in."""
-    excess = _excess(ranks, place, at)
-    if at != FORWARD_COMM and FORWARD_COMM in lags:
-        # What the ranks have waited for already is no cause of what comes after.
-        waited = lags[FORWARD_COMM].of(place)
-        for values in excess.values():
-            taken = np.clip(values, 0, waited)
-            values -= taken
-            waited = waited - taken
-    medians = {part: float(np.median(values[late])) for part, values in excess.items()}
-    part = max(medians, key=lambda name: medians[name])
-    if medians[part] >= lag_ms / 2:
-        return part
-    if at == FORWARD_COMM:
-        other = _beyond(np.array([steps.parts_ms["other"] for steps in ranks]), place)
-        return "other" if np.median(other[late]) >= lag_ms / 2 else None
-    return None
+@dataclass(frozen=True)
+class _Slot:
+    """One meeting point of every step, such as the first collective in the second micro-step.
 
-
-def _excess(ranks: Sequence[Steps], place: int, at: str) -> dict[str, Floats]:
-    """Returns by how much a rank exceeds the others' median in each part before a meeting point.
-
-    Shape [step] each, in ms, in the order in which the parts come. The optimizer counts in the
-    step after it, whose meeting points it delays; a block begins with a barrier, so the first
-    step of a block has none. At a collective inside forward only what lies before it counts.
+    Attributes:
+        kind: One of `_KINDS`.
+        arrived: When each rank arrived, [rank, step] in ns on its own clock.
+        left: When it could go on.
+        there: The steps that have it on all ranks, [step].
     """
 
-    def part(name: str) -> Floats:
-        return np.array([steps.parts_ms[name] for steps in ranks], dtype=float)
+    kind: str
+    arrived: Ints
+    left: Ints
+    there: npt.NDArray[np.bool_]
 
-    optimizer = np.roll(part("optimizer"), 1, axis=1)
-    first = np.ones(len(ranks[0]), dtype=bool)
-    first[1:] = np.diff(ranks[0].block) != 0
-    optimizer[:, first] = 0.0
-    own = {
-        in_forward: np.array([_own_before_meetings(steps, in_forward) for steps in ranks])
-        for in_forward in (True, False)
+
+def _lags(ranks: Sequence[Arrivals]) -> dict[str, _Lags]:
+    """Goes through the meeting points of all steps at once, in the order in which they come.
+
+    Since the last reduction, where all ranks met for certain, each rank has worked; what it
+    has worked more than the others makes it late, less what the others have waited for it
+    already at a collective in between. A rank that was held at such a collective, though the
+    ranks did not all meet there, is late without fault.
+    """
+    shape = (len(ranks), len(ranks[0].steps))
+    begins = _begins(ranks)
+    held = np.zeros(shape)
+    charged = {part: np.zeros(shape) for part in (*ranks[0].steps.own, _OTHER)}
+    totals: dict[str, Floats] = {}
+    explained: dict[str, dict[str, Floats]] = {}
+    for slot in _slots(ranks):
+        common = np.array([r.common(t) for r, t in zip(ranks, slot.arrived, strict=True)])
+        relative = (common - common.min(axis=0)) / 1e6 - held
+        last, lag = _last(relative)
+        if slot.kind == GRADIENT_REDUCTION:
+            waited = lag
+        else:
+            inside = (slot.left - slot.arrived) / 1e6
+            until_last = (common.max(axis=0) - common) / 1e6
+            stayed = np.clip(np.minimum(inside, until_last), 0, None)
+            waited = np.minimum(lag, _lower_median_of_others(stayed, last))
+            waited = np.where(waited >= _MET * lag, waited, 0.0)
+            held += np.where(slot.there, np.clip(stayed - waited, 0, None), 0.0)
+        waited = np.where(slot.there, waited, 0.0)
+        is_last = np.arange(len(ranks))[:, None] == last
+        excess = {
+            part: np.clip(_beyond(values - charged[part]), 0, None)
+            for part, values in _worked(ranks, begins, slot.arrived).items()
+        }
+        # Of several parts each explains its share.
+        share = np.minimum(1.0, waited / np.maximum(sum(excess.values()), 1e-9))
+        mine = explained.setdefault(slot.kind, {part: np.zeros(shape) for part in excess})
+        for part, values in excess.items():
+            taken = np.where(is_last & slot.there, values * share, 0.0)
+            mine[part] += taken
+            charged[part] += taken
+        totals.setdefault(slot.kind, np.zeros(shape))
+        totals[slot.kind] += np.where(is_last, waited, 0.0)
+        if slot.kind == GRADIENT_REDUCTION:
+            begins = np.where(slot.there, slot.left, begins)
+            held = np.where(slot.there, 0.0, held)
+            charged = {p: np.where(slot.there, 0.0, v) for p, v in charged.items()}
+    return {kind: _Lags(totals[kind], explained[kind]) for kind in totals}
+
+
+def _begins(ranks: Sequence[Arrivals]) -> Ints:
+    """Returns where each rank's work of a step begins, [rank, step] in ns on its own clock.
+
+    That is the end of the reduction before it, so that an optimizer counts in the step that
+    it delays. A block begins with a barrier: there it is the step's own begin.
+    """
+    result = []
+    for rank in ranks:
+        steps = rank.steps
+        begin = steps.begin.copy()
+        calls = steps.backwards
+        ends = np.zeros(len(steps), dtype=np.int64)
+        np.maximum.at(ends, calls.step_index, calls.end)
+        follows = np.zeros(len(steps), dtype=bool)
+        follows[1:] = np.diff(steps.block) == 0
+        before = np.roll(ends, 1)
+        result.append(np.where(follows & (before > 0), before, begin))
+    return np.array(result)
+
+
+def _worked(ranks: Sequence[Arrivals], begins: Ints, arrived: Ints) -> dict[str, Floats]:
+    """Returns each part of each rank's work between two moments, [rank, step] in ms."""
+    pairs = list(zip((rank.steps for rank in ranks), begins, arrived, strict=True))
+    parts = {
+        part: np.array([s.own[part].until(a) - s.own[part].until(b) for s, b, a in pairs]) / 1e6
+        for part in ranks[0].steps.own
     }
-    parts = {"optimizer": optimizer, "data": part("data")}
-    if at == FORWARD_COMM:
-        parts["forward"] = own[True]
-    else:
-        # Collectives in forward let the ranks begin together again.
-        parts["forward"] = part("forward") - own[True]
-        parts["other"] = part("other")
-        parts["backward"] = own[False] if at == BACKWARD_COMM else part("backward") - own[False]
-    return {name: _beyond(values, place) for name, values in parts.items()}
+    inside = [_between(steps, begin, end) for steps, begin, end in pairs]
+    return {**parts, _OTHER: (arrived - begins) / 1e6 - sum(parts.values()) - np.array(inside)}
 
 
-def _own_before_meetings(steps: Steps, in_forward: bool) -> Floats:
-    """Returns a rank's own time in forward or backward before collectives there, [step] in ms."""
-    mine = steps.meetings.in_forward == in_forward
-    own_ms = steps.meetings.own[mine] / 1e6
-    total: Floats = np.bincount(
-        steps.meetings.step_index[mine], weights=own_ms, minlength=len(steps)
-    ).astype(np.float64)
+def _between(steps: Steps, begin: Ints, end: Ints) -> Floats:
+    """Returns the time in collectives inside forward and backward between moments, in ms."""
+    less = (steps.own["forward"].less[0], steps.own["backward"].less[0])
+    total: Floats = sum((p.until(end) - p.until(begin) for p in less), np.zeros(len(begin))) / 1e6
     return total
 
 
-def _beyond(values: Floats, place: int) -> Floats:
-    """Returns a rank's values less the others' median; from [rank, step] to [step]."""
-    others: Floats = np.median(np.delete(values, place, axis=0), axis=0)
-    beyond: Floats = values[place] - others
-    return beyond
+def _slots(ranks: Sequence[Arrivals]) -> Iterator[_Slot]:
+    """Yields the meeting points of the steps, in the order in which they come in a step."""
+    shape = (len(ranks), len(ranks[0].steps))
+    arrived: dict[tuple[int, int, int], Ints] = {}
+    left: dict[tuple[int, int, int], Ints] = {}
+    there: dict[tuple[int, int, int], Floats] = {}
+
+    def put(place: int, names: Sequence[Ints], row: Ints, begin: Ints, end: Ints) -> None:
+        for name in sorted(set(zip(*(values.tolist() for values in names), strict=True))):
+            mine = np.all([values == n for values, n in zip(names, name, strict=True)], axis=0)
+            key = (int(name[0]), int(name[1]), int(name[2]))
+            for table in (arrived, left):
+                table.setdefault(key, np.zeros(shape, dtype=np.int64))
+            there.setdefault(key, np.zeros(shape))
+            arrived[key][place, row[mine]] = begin[mine]
+            left[key][place, row[mine]] = end[mine]
+            there[key][place, row[mine]] = 1
+
+    for place, rank in enumerate(ranks):
+        calls, meetings = rank.steps.backwards, rank.steps.meetings
+        kind = np.where(meetings.in_forward, 0, 1)
+        put(
+            place,
+            (_micro_step(meetings.key), kind, meetings.ordinal),
+            meetings.step_index,
+            meetings.begin,
+            meetings.end,
+        )
+        micro_step = _micro_step(calls.key)
+        names = (micro_step, np.full_like(micro_step, 2), np.zeros_like(micro_step))
+        put(place, names, calls.step_index, calls.local_end, calls.end)
+    counts = _collectives_in_micro_steps(ranks)
+    for key in sorted(arrived):
+        on_all: npt.NDArray[np.bool_] = there[key].min(axis=0) > 0
+        if key[1] < len(_KINDS) - 1:
+            # Ranks that issue other numbers of collectives cannot be paired.
+            on_all = on_all & counts[key[0]]
+        if on_all.any():
+            # A step without it has some moment, which nobody looks at.
+            moment = np.where(on_all, arrived[key], _begins(ranks))
+            yield _Slot(_KINDS[key[1]], moment, np.where(on_all, left[key], moment), on_all)
 
 
-def _lags(ranks: Sequence[Steps]) -> dict[str, _Lags]:
-    """Returns lags at the kinds of meeting points that the level has."""
-    held = np.zeros((len(ranks), len(ranks[0])))
-    found: dict[str, _Lags] = {}
-    for name, in_forward in ((FORWARD_COMM, True), (BACKWARD_COMM, False)):
-        met = _met(ranks, in_forward)
-        if met is not None:
-            found[name], carried = _at_meetings(*met, steps=len(ranks[0]))
-            held += carried
-    reduced = _reductions(ranks)
-    if reduced is not None:
-        found[GRADIENT_REDUCTION] = _at_reductions(*reduced, held)
-    return found
+def _collectives_in_micro_steps(ranks: Sequence[Arrivals]) -> dict[int, npt.NDArray[np.bool_]]:
+    """Tells in which steps all ranks issued equally many collectives, by micro-step."""
+    counts: dict[int, list[Ints]] = {}
+    numbers = [_micro_step(rank.steps.meetings.key) for rank in ranks]
+    steps = len(ranks[0].steps)
+    for micro_step in set(np.concatenate(numbers).tolist()):
+        counts[micro_step] = [
+            np.bincount(rank.steps.meetings.step_index[of == micro_step], minlength=steps)
+            for rank, of in zip(ranks, numbers, strict=True)
+        ]
+    return {m: np.all(np.equal(found, found[0]), axis=0) for m, found in counts.items()}
 
 
-def _met(ranks: Sequence[Steps], in_forward: bool) -> tuple[Ints, Ints, Ints] | None:
-    """Pairs the collectives inside forward or backward over ranks.
-
-    Returns:
-        Row of the step, [meeting]; arrivals and departures in ns, [rank, meeting]; None where
-        there are none that all ranks have.
-    """
-    places = []
-    for steps in ranks:
-        chosen = np.flatnonzero(steps.meetings.in_forward == in_forward).tolist()
-        names = zip(steps.meetings.key.tolist(), steps.meetings.ordinal.tolist(), strict=True)
-        by_index = list(names)
-        places.append({by_index[index]: index for index in chosen})
-    shared = sorted(set(places[0]).intersection(*places[1:]))
-    if not shared:
-        return None
-    indexes = [[place[name] for name in shared] for place in places]
-    return (
-        ranks[0].meetings.step_index[indexes[0]],
-        np.array([s.meetings.begin[i] for s, i in zip(ranks, indexes, strict=True)]),
-        np.array([s.meetings.end[i] for s, i in zip(ranks, indexes, strict=True)]),
-    )
+def _micro_step(key: Ints) -> Ints:
+    """Returns the micro-step that is packed into the key of a call."""
+    return key & ((1 << 14) - 1)
 
 
-def _at_meetings(row: Ints, arrived: Ints, left: Ints, steps: int) -> tuple[_Lags, Floats]:
-    """Judges collectives inside forward or backward.
-
-    A broadcast lets its source go on without the others, so a rank may come last and nobody
-    waits. What counts is how long the others really waited, the median over them. A few that
-    did wait, as ranks that pass a broadcast on, are late from there on without fault: how
-    late is returned too.
-
-    Returns:
-        The lags, and for how long each rank was held in a step though the ranks did not meet,
-        [rank, step] in ms.
-    """
-    last, lag = _last(arrived)
-    held = np.clip(np.minimum(left, arrived.max(axis=0)) - arrived, 0, None) / 1e6
-    is_last = np.arange(len(arrived))[:, None] == last
-    waited = np.minimum(lag, np.nanmedian(np.where(is_last, np.nan, held), axis=0))
-    return _totals(row, last, waited, len(arrived), steps), _per_step(
-        row, np.clip(held - waited, 0, None), steps
-    )
-
-
-def _reductions(ranks: Sequence[Steps]) -> tuple[Ints, Ints] | None:
-    """Returns the step's row and the arrivals in ns, [rank, call], of all gradient reductions."""
-    shared = ranks[0].backwards.key
-    for steps in ranks[1:]:
-        shared = np.intersect1d(shared, steps.backwards.key)
-    if not len(shared):
-        return None
-    arrived, row = [], shared
-    for steps in ranks:
-        order = np.argsort(steps.backwards.key)
-        chosen = order[np.searchsorted(steps.backwards.key[order], shared)]
-        arrived.append(steps.backwards.local_end[chosen])
-        row = steps.backwards.step_index[chosen]
-    return row, np.array(arrived)
-
-
-def _at_reductions(row: Ints, arrived: Ints, held: Floats) -> _Lags:
-    """Judges gradient reductions; being ``held`` before, [rank, step] in ms, is no fault."""
-    relative = (arrived - arrived.min(axis=0)).astype(float)
-    # In the first reduction of a step; to later ones the ranks come from the one before.
-    _, first = np.unique(row, return_index=True)
-    relative[:, first] -= held[:, row[first]] * 1e6
-    last, lag = _last(relative)
-    return _totals(row, last, lag, len(arrived), held.shape[1])
-
-
-def _last(arrived: npt.NDArray[np.generic]) -> tuple[Ints, Floats]:
-    """Returns who came last, and how many ms after the second-last; from [rank, meeting]."""
+def _last(arrived: Floats) -> tuple[Ints, Floats]:
+    """Returns who came last, and how much after the second-last; from [rank, meeting]."""
     in_order = np.sort(arrived, axis=0)
-    lag: Floats = (in_order[-1] - in_order[-2]) / 1e6
+    lag: Floats = in_order[-1] - in_order[-2]
     return arrived.argmax(axis=0), lag
 
 
-def _totals(row: Ints, last: Ints, lag_ms: Floats, ranks: int, steps: int) -> _Lags:
-    """Adds up each rank's lags in a step; the rank with most is the step's last."""
-    by_rank = np.array([np.where(last == place, lag_ms, 0.0) for place in range(ranks)])
-    totals = _per_step(row, by_rank, steps)
-    return _Lags(last=totals.argmax(axis=0), lag_ms=totals.max(axis=0))
+def _lower_median_of_others(values: Floats, last: Ints) -> Floats:
+    """Returns the lower median over the ranks but the last; from [rank, step] to [step].
+
+    A value that was observed: half of two values would make two meetings of one.
+    """
+    others = np.where(np.arange(len(values))[:, None] == last, np.inf, values)
+    median: Floats = np.sort(others, axis=0)[(len(values) - 2) // 2]
+    return median
 
 
-def _per_step(row: Ints, values: Floats, steps: int) -> Floats:
-    """Adds up values of meetings in a step; from [rank, meeting] to [rank, step]."""
-    return np.array([np.bincount(row, weights=each, minlength=steps) for each in values])
+def _beyond(values: Floats) -> Floats:
+    """Returns each rank's values less the others' median; [rank, step] both."""
+    others = [np.median(np.delete(values, place, axis=0), axis=0) for place in range(len(values))]
+    beyond: Floats = values - np.array(others)
+    return beyond

@@ -39,7 +39,7 @@ from ddp_profiler.analysis.results import (
 )
 from ddp_profiler.analysis.scaling import Scaling, pop, scale
 from ddp_profiler.analysis.statistics import Distribution
-from ddp_profiler.analysis.stragglers import Straggler, find_stragglers
+from ddp_profiler.analysis.stragglers import Arrivals, Straggler, find_stragglers
 from ddp_profiler.analysis.windows import LeftOut, left_out
 from ddp_profiler.schema import SCHEMA_VERSION, LevelFacts, LevelSettings, RunInfo, Variant
 
@@ -192,6 +192,7 @@ class _Measured:
     ready: tuple[Steps, ...]
     bare: tuple[Steps, ...]
     breakdowns: tuple[Breakdown, ...]
+    arrivals: tuple[Arrivals, ...]
     clock_uncertainty_ms: float | None
     withheld: str | None
     left_out: LeftOut
@@ -217,7 +218,7 @@ def _measured(
     columns_by_rank: Mapping[int, Columns],
 ) -> _Measured:
     ranks = [rank for rank in level.ranks if rank in columns_by_rank]
-    columns = {rank: clock.columns(rank, columns_by_rank[rank]) for rank in ranks}
+    columns = {rank: columns_by_rank[rank] for rank in ranks}
 
     out = left_out([columns[rank] for rank in ranks], index)
 
@@ -231,13 +232,13 @@ def _measured(
     uncertainty_ms = None
     if clock.compares(level.ranks):
         times = {
-            rank: columns_by_rank[rank]["begin_ns"][columns_by_rank[rank]["level"] == index]
-            for rank in ranks
+            rank: values["begin_ns"][values["level"] == index] for rank, values in columns.items()
         }
         # Two devices, each tied to its host.
         of_devices = 2 * facts.device_clock_uncertainty_ns / 1e6 if facts else 0.0
         uncertainty_ms = clock.uncertainty_ms(times) + of_devices
-    breakdowns, withheld = _split(instrumented, level.dp, uncertainty_ms)
+    arrivals = tuple(Arrivals(steps, clock.common(steps.rank)) for steps in instrumented)
+    breakdowns, withheld = _split(arrivals, level.dp, uncertainty_ms)
     return _Measured(
         index=index,
         level=level,
@@ -251,6 +252,7 @@ def _measured(
         ready=steps_of(Variant.READY),
         bare=steps_of(Variant.BARE),
         breakdowns=breakdowns,
+        arrivals=arrivals,
         clock_uncertainty_ms=uncertainty_ms,
         withheld=withheld,
         left_out=out,
@@ -258,32 +260,30 @@ def _measured(
 
 
 def _split(
-    instrumented: Sequence[Steps], dp: int, uncertainty_ms: float | None
+    arrivals: Sequence[Arrivals], dp: int, uncertainty_ms: float | None
 ) -> tuple[tuple[Breakdown, ...], str | None]:
     """Splits exposed communication into wait and transfer where the record carries that.
 
     Returns:
         Each rank's parts, and why they do not tell wait from transfer; None if they do.
     """
-    apart = tuple(_breakdowns(instrumented, dp, comparable=True))
-    if dp == 1 or not instrumented or not len(instrumented[0]):
-        return apart, None
-    if len(instrumented) < dp:
-        reason = "the record of a rank is missing"
-    elif uncertainty_ms is None:
-        reason = "the ranks' hosts have clocks of their own, and they were not compared"
-    else:
-        exposed_ms = float(
-            np.mean([(b["exposed_wait"] + b["exposed_transfer"]).mean() for b in apart])
-        )
-        step_ms = float(np.mean([steps.wall_ms.mean() for steps in instrumented]))
-        if uncertainty_ms <= max(_UNCERTAIN_SHARE * exposed_ms, _UNCERTAIN_SHARE_OF_STEP * step_ms):
-            return apart, None
-        reason = (
+    ranks = [arrival.steps for arrival in arrivals]
+    together = tuple(_breakdowns(arrivals, dp, comparable=False))
+    if dp == 1 or not ranks or not len(ranks[0]):
+        return together, None
+    if len(ranks) < dp:
+        return together, "the record of a rank is missing"
+    if uncertainty_ms is None:
+        return together, "the ranks' hosts have clocks of their own, and they were not compared"
+    # Without other ranks' clocks: exposed_transfer holds both here.
+    exposed_ms = float(np.mean([b["exposed_transfer"].mean() for b in together]))
+    step_ms = float(np.mean([steps.wall_ms.mean() for steps in ranks]))
+    if uncertainty_ms > max(_UNCERTAIN_SHARE * exposed_ms, _UNCERTAIN_SHARE_OF_STEP * step_ms):
+        return together, (
             f"the hosts' clocks are known to {uncertainty_ms:.2g} ms, and exposed communication "
             f"is {exposed_ms:.2g} ms"
         )
-    return tuple(_breakdowns(instrumented, dp, comparable=False)), reason
+    return tuple(_breakdowns(arrivals, dp, comparable=True)), None
 
 
 def _common(ranks: Sequence[Steps]) -> tuple[Steps, ...]:
@@ -352,9 +352,11 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
     machines = {use.rank: use for use in facts.machine} if facts else {}
     notes = list(facts.notes) if facts else []
     if measured.withheld is not None and measured.instrumented:
+        both = measured.clock_uncertainty_ms is None or len(measured.instrumented) < level.dp
+        what = "exposed_wait and stragglers are" if both else "exposed_wait is"
         notes.append(
-            f"exposed_wait and stragglers are withheld: {measured.withheld}; exposed_transfer "
-            "holds waiting and transfer together."
+            f"{what} withheld: {measured.withheld}; exposed_transfer holds waiting and transfer "
+            "together."
         )
     notes += measured.left_out.notes
     notes += _subset_note(measured)
@@ -436,10 +438,15 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
 
 
 def _stragglers(measured: _Measured) -> tuple[Straggler, ...]:
-    """Returns who is late, with what the machine shows about them."""
-    if not measured.comparable:
+    """Returns who is late, with what the machine shows about them.
+
+    Also where waiting and transfer are not told apart: a lag may be far larger than the
+    clocks' uncertainty though exposed communication is not.
+    """
+    uncertainty_ms = measured.clock_uncertainty_ms
+    if uncertainty_ms is None or len(measured.instrumented) < measured.level.dp:
         return ()
-    found = find_stragglers(measured.instrumented, measured.clock_uncertainty_ms or 0.0)
+    found = find_stragglers(measured.arrivals, uncertainty_ms)
     uses = measured.facts.machine if measured.facts else ()
     return tuple(replace(late, evidence=explain(late.rank, uses)) for late in found)
 
@@ -541,26 +548,33 @@ def _gradient_ready(measured: _Measured) -> tuple[GradientReady, ...]:
     )
 
 
-def _breakdowns(ranks: Sequence[Steps], dp: int, comparable: bool) -> list[Breakdown]:
+def _breakdowns(arrivals: Sequence[Arrivals], dp: int, comparable: bool) -> list[Breakdown]:
     """Returns all parts of each step of each rank, in ms, [step] each."""
-    latest = _latest_local_end(ranks) if comparable and dp > 1 and ranks else None
+    latest = _latest_local_end(arrivals) if comparable and dp > 1 else None
     result: list[Breakdown] = []
-    for i, steps in enumerate(ranks):
-        exposed = split_exposed(steps, None if latest is None else latest[i], dp)
-        result.append({**steps.parts_ms, **exposed})
+    for i, arrival in enumerate(arrivals):
+        exposed = split_exposed(arrival.steps, None if latest is None else latest[i], dp)
+        result.append({**arrival.steps.parts_ms, **exposed})
     return result
 
 
-def _latest_local_end(ranks: Sequence[Steps]) -> list[npt.NDArray[np.int64]]:
-    """Returns, for each rank's backward calls, the latest end of local backward of all ranks."""
-    if not ranks:
+def _latest_local_end(arrivals: Sequence[Arrivals]) -> list[npt.NDArray[np.int64]]:
+    """Returns, for each rank's backward calls, the latest end of local backward of all ranks.
+
+    On the rank's own clock: only the distance to its own end comes from the common one.
+    """
+    if not arrivals:
         return []
-    keys = np.concatenate([steps.backwards.key for steps in ranks])
-    ends = np.concatenate([steps.backwards.local_end for steps in ranks])
-    unique, inverse = np.unique(keys, return_inverse=True)
+    own = [arrival.steps.backwards.local_end for arrival in arrivals]
+    common = [arrival.common(ends) for arrival, ends in zip(arrivals, own, strict=True)]
+    by_rank = [arrival.steps.backwards.key for arrival in arrivals]
+    unique, inverse = np.unique(np.concatenate(by_rank), return_inverse=True)
     latest = np.full(len(unique), np.iinfo(np.int64).min)
-    np.maximum.at(latest, inverse, ends)
-    return [latest[np.searchsorted(unique, steps.backwards.key)] for steps in ranks]
+    np.maximum.at(latest, inverse, np.concatenate(common))
+    return [
+        ends + latest[np.searchsorted(unique, key)] - told
+        for key, ends, told in zip(by_rank, own, common, strict=True)
+    ]
 
 
 def _mean_over_ranks(ranks: Sequence[Steps]) -> Floats:

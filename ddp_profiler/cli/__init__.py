@@ -14,7 +14,14 @@ import click
 
 from ddp_profiler import units
 from ddp_profiler._version import __version__
-from ddp_profiler.errors import EXIT_BAD_INPUT, EXIT_DONE, DdpProfilerError, InputError, UsageError
+from ddp_profiler.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    DdpProfilerError,
+    InputError,
+    UsageError,
+)
 
 NAME = "ddp-profiler"
 
@@ -65,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = parse_click(_group, given or ["--help"], NAME)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
     except DdpProfilerError as error:
         if "--debug" in given:
             raise

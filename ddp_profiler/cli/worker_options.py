@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ from ddp_profiler.config import (
 )
 from ddp_profiler.workload.catalog import BUILTIN_MODELS
 
-_MODELS = "\n".join(f"    {name:<10} {text}" for name, text in BUILTIN_MODELS.items())
+
+def _model_line(name: str, text: str) -> str:
+    return textwrap.fill(
+        f"{name:<10} {text}", 78, initial_indent="    ", subsequent_indent=" " * 15
+    )
+
+
+_MODELS = "\n".join(_model_line(name, text) for name, text in BUILTIN_MODELS.items())
 _HELP = f"""Time every part of a data-parallel training step.
 
 Without SCRIPT: trains a model at dp = 1, 2, 4, ... up to the number of ranks, in this
@@ -171,7 +179,7 @@ _defaults = StudyConfig()
     type=float,
     default=_defaults.allreduce_max_mb,
     show_default=True,
-    help="Largest message of the AllReduce sweep in isolation; 0 leaves the sweep out.",
+    help="Largest message of the AllReduce sweep in isolation, 64 at most; 0 leaves the sweep out.",
 )
 @click.option(
     "--link-gbps",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,9 +30,17 @@ class IsolatedAllReduce:
         recorder: Takes a span for each AllReduce.
         group: The level's process group.
         device: Device of the buffers.
+        beat: Called between sizes, and between rounds of buckets.
     """
 
-    def __init__(self, recorder: Recorder, group: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        group: Any,
+        device: torch.device,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._beat = beat
         self._recorder = recorder
         self._group = group
         self._device = device
@@ -46,6 +55,7 @@ class IsolatedAllReduce:
             if nbytes > largest or slowest * 4 > _SKIP_ABOVE_S:
                 break
             slowest = self._size(nbytes)
+            self._beat()
         self._recorder.flush()
 
     def buckets(self, sizes: tuple[int, ...]) -> None:
@@ -53,6 +63,7 @@ class IsolatedAllReduce:
         buffers = [torch.zeros(max(1, nbytes // 4), device=self._device) for nbytes in sizes]
         seconds = self._agreed(sum(self._one(buffer, None) for buffer in buffers))
         for _ in range(_repetitions(seconds)):
+            self._beat()
             for index, buffer in enumerate(buffers):
                 self._one(buffer, index)
         self._recorder.flush()

@@ -100,6 +100,11 @@ class BoundedStore:
         """Tells whether all keys are there."""
         return bool(self._call(lambda: self.raw.check(list(keys))))
 
+    def together(self, call: Callable[[Any], Result]) -> Result:
+        """Returns what a call makes of the torch store; its operations end in time together."""
+        result: Result = self._call(lambda: call(self.raw))
+        return result
+
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter and returns its new value."""
         return int(self._call(lambda: self.raw.add(key, amount)))

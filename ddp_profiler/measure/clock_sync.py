@@ -21,12 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_profiler.measure import environment
+from ddp_profiler.measure import kernel
 from ddp_profiler.measure.clock import Clock, monotonic_clock
+from ddp_profiler.measure.session import Session
 from ddp_profiler.schema import ClockReading, RankPlace
 from ddp_profiler.workload.plant import PlantedClock
 
 _ROUND_TRIPS = 24
+_LONGEST_MEETING = timedelta(seconds=60)
+"""For gloo beside NCCL, which may know no way between the hosts."""
 _WARMUP = 4
 """The first messages open connections and wake the other side up."""
 
@@ -48,7 +51,7 @@ class LocalClock:
 
 def local_clock(planted: PlantedClock | None = None) -> LocalClock:
     """Returns this rank's clocks: the host's, or for tests the host's made wrong on purpose."""
-    domain = environment.clock_domain()
+    domain = kernel.shared("time")
     if planted is None:
         return LocalClock(monotonic_clock, time.time_ns, domain)
     offset_ns, real_ns = round(planted.offset_ms * 1e6), round(planted.real_ms * 1e6)
@@ -75,32 +78,53 @@ def leaders(places: Sequence[RankPlace]) -> tuple[int, ...]:
 class ClockSync:
     """Compares the clocks of a run's hosts with that of rank 0.
 
-    All ranks of the run make one, and the leaders call :meth:`compare` together.
+    All ranks of the run make one, and the leaders call :meth:`compare` together. Where their
+    hosts cannot talk over gloo, which gradients over NCCL do not need, all ranks agree to go on
+    without: clocks are then not compared.
 
     Args:
         places: Where each rank runs.
-        rank: This rank.
         clock: This rank's clocks.
-        timeout: After which waiting for a message is given up.
+        session: This rank's part in the launch.
+
+    Attributes:
+        leaders: The first rank of each clock domain.
+        problem: Why clocks cannot be compared, the same on all ranks; empty if they can.
     """
 
-    def __init__(
-        self, places: Sequence[RankPlace], rank: int, clock: LocalClock, timeout: timedelta
-    ) -> None:
+    def __init__(self, places: Sequence[RankPlace], clock: LocalClock, session: Session) -> None:
         self.leaders = leaders(places)
-        self._rank = rank
+        self.problem = ""
+        self._rank = session.rank
         self._clock = clock
-        # Messages of the CPU, also where gradients travel over NCCL. All ranks make the group.
-        self._group: Any = (
-            dist.new_group(list(self.leaders), backend="gloo", timeout=timeout)
-            if len(self.leaders) > 1
-            else None
+        # Messages of the CPU, also where gradients travel over NCCL.
+        self._group: Any = None
+        if len(self.leaders) > 1:
+            self.problem = session.side_problem or self._make_group(session, len(places))
+
+    def _make_group(self, session: Session, world_size: int) -> str:
+        """Makes the group, as all ranks must; returns why not all could."""
+        timeout = min(session.timeout, _LONGEST_MEETING)
+        own = ""
+        try:
+            self._group = dist.new_group(list(self.leaders), backend="gloo", timeout=timeout)
+        except RuntimeError as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            own = f"gloo cannot connect rank {self._rank} to other hosts: {text}"
+        session.publish(f"clock group/{self._rank}", own)
+        if self._rank == 0:
+            # Ranks that come to know of it late wait as long as the group's making.
+            found = [session.learn(f"clock group/{rank}", str) for rank in range(world_size)]
+            session.publish("clock groups", next((problem for problem in found if problem), ""))
+        agreed: str = session.learn(
+            "clock groups", str, patience_s=_LONGEST_MEETING.total_seconds()
         )
+        return agreed
 
     @property
     def needed(self) -> bool:
-        """Whether there is more than one clock."""
-        return len(self.leaders) > 1
+        """Whether there is more than one clock, and they can be compared."""
+        return len(self.leaders) > 1 and not self.problem
 
     def compare(self) -> ClockReading | None:
         """Exchanges messages with the reference rank.

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_profiler.errors import DdpProfilerError
-from ddp_profiler.measure.session import Session
+from ddp_profiler.measure.session import PATIENCE_S, Session
 
 CHUNK_BYTES = 4 * 2**20
 HEARTBEAT = "collecting"
@@ -64,8 +64,10 @@ class Carrier(Protocol):
         """Makes a value known to all ranks."""
         ...
 
-    def learn(self, key: str, kind: Any = Any, heartbeat: str | None = None) -> Any:
-        """Waits for a value and returns it as ``kind``."""
+    def learn(
+        self, key: str, kind: Any = Any, heartbeat: str | None = None, *, patience_s: float = 0.0
+    ) -> Any:
+        """Waits for a value, longer by ``patience_s``, and returns it as ``kind``."""
         ...
 
     def beat(self, heartbeat: str) -> None:
@@ -117,6 +119,8 @@ class GroupCarrier:
         self.problem = ""
         self._group: Any = None
         if own_group:
+            self.problem = session.side_problem
+        if own_group and not self.problem:
             timeout = min(session.timeout, _LONGEST_MEETING)
             try:
                 # Not with use_local_synchronization: it hangs where ranks are members of
@@ -154,7 +158,10 @@ def hand_over(carrier: Carrier, path: Path) -> str:
         offer = Offer(0, "", f"{path.name} cannot be read: {error.strerror or error}")
     try:
         carrier.publish(f"part/{carrier.rank}", offer)
-        if not offer.problem and carrier.learn(f"part/{carrier.rank}/go", bool, HEARTBEAT):
+        # Rank 0 may wait for another rank that is gone, and then still says so.
+        if not offer.problem and carrier.learn(
+            f"part/{carrier.rank}/go", bool, HEARTBEAT, patience_s=PATIENCE_S
+        ):
             for begin in range(0, len(data), CHUNK_BYTES):
                 carrier.send(data[begin : begin + CHUNK_BYTES])
     except _LOST as error:
@@ -192,7 +199,10 @@ def collect(
                 failed.setdefault(rank, reason)
 
     try:
-        offers = {rank: carrier.learn(f"part/{rank}", Offer) for rank in senders}
+        offers = {}
+        for rank in senders:
+            carrier.beat(HEARTBEAT)
+            offers[rank] = carrier.learn(f"part/{rank}", Offer)
         done, total = 0, sum(offer.size for offer in offers.values())
         for rank, offer in offers.items():
             if offer.problem:
@@ -248,6 +258,8 @@ def _attempt(action: Callable[..., None], *arguments: object) -> Exception | Non
 
 def _reason(error: Exception) -> str:
     """Returns one line without a full stop."""
+    if isinstance(error, FileExistsError):
+        return f"{error.filename} is in the way; remove it"
     if isinstance(error, OSError):
         return f"{error.filename or 'the file'} cannot be written: {error.strerror or error}"
     text = error.message if isinstance(error, DdpProfilerError) else str(error)

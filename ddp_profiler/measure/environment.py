@@ -21,19 +21,6 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def clock_domain() -> str:
-    """Returns a name that is equal for processes that read the same monotonic clock.
-
-    On Linux that is the boot of the kernel and the time namespace; elsewhere the host.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = str(Path("/proc/self/ns/time").readlink())
-    except OSError:
-        return socket.gethostname()
-    return f"{boot} {namespace}"
-
-
 def describe(
     device: torch.device, threads: int, local_world_size: int, backend: str
 ) -> dict[str, Any]:

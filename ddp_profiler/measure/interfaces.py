@@ -8,7 +8,6 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -55,7 +54,8 @@ class Route:
 
     def __str__(self) -> str:
         pairs = zip(self.interfaces, self.addresses, strict=True)
-        return ", ".join(f"{name} {address or '?'}" for name, address in pairs)
+        named = ", ".join(f"{name} {address or '?'}" for name, address in pairs)
+        return f"{named} (from {self.chosen_by})" if named else "what NCCL chooses"
 
 
 def list_interfaces() -> tuple[Interface, ...]:
@@ -65,19 +65,6 @@ def list_interfaces() -> tuple[Interface, ...]:
         Interface(name, tuple(a.address for family in ip for a in entries if a.family == family))
         for name, entries in psutil.net_if_addrs().items()
     )
-
-
-def network_stack() -> str:
-    """Returns a name that is equal for processes that share a loopback interface.
-
-    On Linux that is the boot of the kernel and the network namespace; elsewhere the host.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = str(Path("/proc/self/ns/net").readlink())
-    except OSError:
-        return socket.gethostname()
-    return f"{boot} {namespace}"
 
 
 def is_loopback(address: str | None) -> bool:

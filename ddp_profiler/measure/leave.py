@@ -16,6 +16,10 @@ import sys
 import threading
 from typing import NoReturn
 
+from ddp_profiler.measure.bounded import NoAnswerError, within
+
+_FLUSH_S = 1.0
+
 
 def leave(code: int) -> NoReturn:
     """Runs the exit handlers, flushes the streams and ends the process with ``code``.
@@ -37,7 +41,13 @@ def leave_by(number: signal.Signals) -> NoReturn:
 
 def leave_now(code: int) -> NoReturn:
     """Flushes the streams and ends the process with ``code``, whatever its threads do."""
-    _flush()
+    try:
+        # A pipe that nobody reads any more would hold this up for ever.
+        within(_FLUSH_S, _flush)
+    except NoAnswerError:
+        pass
+    except RuntimeError:  # No thread can be started any more.
+        _flush()
     os._exit(code)
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,8 +22,9 @@ import torch.distributed as dist
 from ddp_profiler.errors import DdpProfilerError, InputError, UsageError
 from ddp_profiler.measure.bounded import BoundedStore, NoAnswerError, within
 from ddp_profiler.measure.failures import phase_key
-from ddp_profiler.measure.interfaces import Route, is_loopback
+from ddp_profiler.measure.interfaces import GLOO_VARIABLE, NCCL_VARIABLE, Route, is_loopback
 from ddp_profiler.measure.topology import Topology
+from ddp_profiler.naming import name_ranks
 
 _PREFIX = "ddp_profiler"
 _HEARSAY_S = 3.0
@@ -31,7 +32,6 @@ _HEARSAY_S = 3.0
 _FAREWELL_S = 1.0
 """Rank 0 may hold the store: it stays until the others have read its word."""
 _PAUSES_S = (0.002, 0.25)
-_MOST_RUNS = 6
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Presence:
         stack: Ranks with equal values share a loopback interface.
         route: What its backend uses to reach others.
         others: Interfaces of the node that other hosts may reach.
+        side_route: What gloo uses beside another backend; None where gloo is the backend.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Presence:
     stack: str
     route: Route
     others: tuple[str, ...] = ()
+    side_route: Route | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,12 @@ def meet(
     """
     deadline = time.monotonic() + timeout_s
     address = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
-    raw = _connect(topology, own, address, deadline, timeout_s, environ)
+    addresses: tuple[str, ...] = ()
+    if not _holds(topology, environ):
+        addresses = _resolve(topology, own, deadline, timeout_s, environ)
+    raw = _connect(topology, own, addresses, address, deadline, timeout_s, environ)
+    # Who has the store says by itself, and sooner, what is wrong with its name.
+    addresses = addresses or _resolve(topology, own, deadline, timeout_s, environ)
     # A rank that is only slow is waited for elsewhere; an answer of the store takes no time.
     board = BoundedStore(
         dist.PrefixStore(_PREFIX, raw),  # type: ignore[attr-defined]
@@ -103,14 +110,19 @@ def meet(
     board.set(phase_key(own.rank), "start-up")
     board.set(f"here/{own.rank}", msgspec.json.encode(own))
     members = gather(board, topology, deadline, timeout_s, address, environ)
-    check_loopback(members)
+    try:
+        check_loopback(members)
+    except UsageError:
+        if _holds(topology, environ):
+            time.sleep(_FAREWELL_S)
+        raise
 
     def second_store(limit_s: float) -> Any:
-        name, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        problem = reach(name, port, time.monotonic() + limit_s)
-        if problem is not None:
+        host, problem = reach(addresses, int(environ["MASTER_PORT"]), time.monotonic() + limit_s)
+        if host is None:
             raise InputError(f"The store at {board.where} cannot be reached: {problem}.")
-        client = within(limit_s, lambda: _client(address, timedelta(seconds=timeout_s), environ))
+        timeout = timedelta(seconds=timeout_s)
+        client = within(limit_s, lambda: _client(host, timeout, environ))
         return dist.PrefixStore(_PREFIX, client)  # type: ignore[attr-defined]
 
     return Meeting(raw, board, address, members, second_store)
@@ -163,32 +175,28 @@ def check_loopback(members: Sequence[Presence]) -> None:
             if far is None or not is_loopback(address):
                 continue
             other = member.others[0] if member.others else "NAME"
+            nccl = member.route.chosen_by == NCCL_VARIABLE
             raise UsageError(
                 f"Rank {member.rank} on {member.host} would use interface {name} ({address}, "
                 f"from {member.route.chosen_by}), which rank {far.rank} on {far.host} cannot "
                 "reach.",
-                f"Set GLOO_SOCKET_IFNAME={other} on {member.host}, or let its hostname resolve to "
-                "an address that the other nodes reach.",
+                f"Set {NCCL_VARIABLE}={other} on {member.host}, or unset it."
+                if nccl
+                else f"Set {GLOO_VARIABLE}={other} on {member.host}, or let its hostname resolve "
+                "to an address that the other nodes reach.",
             )
 
 
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Names ranks in few words.
+def side_problem(members: Sequence[Presence]) -> str:
+    """Says why gloo, beside another backend, cannot connect the nodes; empty if it may.
 
-    >>> name_ranks([3]), name_ranks([0, 1, 2, 5]), name_ranks(range(0, 40, 2))
-    ('rank 3', 'ranks 0-2, 5', 'ranks 0, 2, 4, 6, 8, 10 and 14 more')
+    The run itself does not need it.
     """
-    ordered = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    shown = runs[:_MOST_RUNS]
-    text = ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in shown)
-    left = len(ordered) - sum(map(len, shown))
-    return f"rank{'s' if len(ordered) > 1 else ''} {text}{f' and {left} more' if left else ''}"
+    try:
+        check_loopback([replace(m, route=m.side_route or m.route) for m in members])
+    except UsageError as error:
+        return error.message.removesuffix(".")
+    return ""
 
 
 def _missing(
@@ -240,6 +248,11 @@ def _agent_holds(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
+def _holds(topology: Topology, environ: Mapping[str, str]) -> bool:
+    """Tells whether this process has the store."""
+    return topology.rank == 0 and not _agent_holds(environ)
+
+
 def _holder(environ: Mapping[str, str]) -> str:
     return "torchrun on node 0" if _agent_holds(environ) else "rank 0"
 
@@ -247,6 +260,7 @@ def _holder(environ: Mapping[str, str]) -> str:
 def _connect(
     topology: Topology,
     own: Presence,
+    addresses: Sequence[str],
     address: str,
     deadline: float,
     timeout_s: float,
@@ -255,12 +269,13 @@ def _connect(
     """Opens the store: rank 0 its own, where no agent has one; the others a connection."""
     name, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)
-    holds = topology.rank == 0 and not _agent_holds(environ)
+    holds = _holds(topology, environ)
+    host: str | None = name
     who = f"Rank {topology.rank} on {own.host}"
     if not holds:
         # Torch's client takes twice its timeout and prints traces of C++.
-        problem = reach(name, port, deadline)
-        if problem is not None:
+        host, problem = reach(addresses, port, deadline)
+        if host is None:
             raise UsageError(
                 f"{who} could not reach {_holder(environ)} at {address} within {timeout_s:g} s: "
                 f"{problem}.{_slurm_nodes(environ)}",
@@ -270,7 +285,7 @@ def _connect(
     left = max(1.0, deadline - time.monotonic())
     try:
         if not holds:
-            return within(left, lambda: _client(address, timeout, environ))
+            return within(left, lambda: _client(str(host), timeout, environ))
         return within(
             left,
             lambda: dist.TCPStore(  # type: ignore[attr-defined]
@@ -305,11 +320,10 @@ def explain_start(error: Exception, address: str) -> DdpProfilerError:
     return InputError(f"The process group could not be started at {address}: {text}", "")
 
 
-def _client(address: str, timeout: timedelta, environ: Mapping[str, str]) -> Any:
-    name, _, port = address.rpartition(":")
+def _client(host: str, timeout: timedelta, environ: Mapping[str, str]) -> Any:
     return dist.TCPStore(  # type: ignore[attr-defined]
-        name,
-        int(port),
+        host,
+        int(environ["MASTER_PORT"]),
         None,
         False,
         timeout,
@@ -318,22 +332,60 @@ def _client(address: str, timeout: timedelta, environ: Mapping[str, str]) -> Any
     )
 
 
-def reach(name: str, port: int, deadline: float) -> str | None:
-    """Tries to open a connection until the deadline; returns why it could not, else None."""
-    problem = "no time was left"
+def _resolve(
+    topology: Topology,
+    own: Presence,
+    deadline: float,
+    timeout_s: float,
+    environ: Mapping[str, str],
+) -> tuple[str, ...]:
+    """Returns the addresses of the host that has the store; asked once, since it may block.
+
+    A name server that does not answer is no reason to miss the deadline, and one that is gone
+    when a run is lost must not hold up its report.
+    """
+    name = environ["MASTER_ADDR"]
+    problem = "the name was not resolved in time"
     while (left := deadline - time.monotonic()) > 0:
         try:
-            socket.create_connection((name, port), timeout=min(left, 3.0)).close()
-        except socket.gaierror:
+            found = within(left, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+            return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+        except NoAnswerError:
+            break
+        except (OSError, UnicodeError):
+            # A job may start before its hosts are known.
             problem = f"the name {name} is not known here"
-        except TimeoutError:
-            problem = "no answer"
-        except OSError as error:
-            problem = (error.strerror or str(error)).lower()
-        else:
-            return None
         time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
-    return problem
+    raise UsageError(
+        f"Rank {topology.rank} on {own.host} could not reach {_holder(environ)} at "
+        f"{name}:{environ['MASTER_PORT']} within {timeout_s:g} s: {problem}."
+        f"{_slurm_nodes(environ)}",
+        "Check that MASTER_ADDR names the node of rank 0, and that this node can resolve it.",
+    )
+
+
+def reach(addresses: Sequence[str], port: int, deadline: float) -> tuple[str | None, str]:
+    """Tries to open a connection to one of a host's addresses until the deadline.
+
+    Returns:
+        The address that answered, or None and why none did.
+    """
+    problem = "no time was left"
+    while time.monotonic() < deadline:
+        for address in addresses:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            try:
+                socket.create_connection((address, port), timeout=min(left, 3.0)).close()
+            except TimeoutError:
+                problem = "no answer"
+            except OSError as error:
+                problem = (error.strerror or str(error)).lower()
+            else:
+                return address, ""
+        time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
+    return None, problem
 
 
 def _until(condition: Callable[[], bool], deadline: float) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ddp_profiler.errors import DdpProfilerError
-from ddp_profiler.measure import interfaces, meeting
+from ddp_profiler.measure import interfaces, kernel, meeting
 from ddp_profiler.measure.topology import Topology
 
 _PAUSE_S = 0.02
@@ -40,7 +40,7 @@ class ScriptBoard:
             own = meeting.Presence(
                 topology.rank,
                 socket.gethostname(),
-                interfaces.network_stack(),
+                kernel.shared("net"),
                 # The script chooses its backend and its interfaces itself.
                 interfaces.Route((), (), "the script"),
             )

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_profiler.errors import DdpProfilerError, UsageError
-from ddp_profiler.measure import environment, interfaces, meeting
+from ddp_profiler.measure import environment, interfaces, kernel, meeting
+from ddp_profiler.measure.awaited import in_words
 from ddp_profiler.measure.bounded import BoundedStore, NoAnswerError
 from ddp_profiler.measure.failures import FailureBoard, phase_key
 from ddp_profiler.measure.topology import Topology
@@ -31,6 +32,11 @@ _GRACE_S = 5.0
 """Beyond the timeout, before a rank is ended that the store does not answer."""
 _FAREWELL_S = 10.0
 """What a rank may take to end by itself once another one has failed."""
+CLOSING_S = 15.0
+"""So long rank 0 waits for the others to close, once a collection has shown that some are gone."""
+PATIENCE_S = CLOSING_S + 10.0
+"""A rank that waits for rank 0, while that waits for a rank that is gone, waits this much longer
+than the timeout: what rank 0 says at the end of its own wait must still find it."""
 _REPORT_S = 3.0
 """What the store may take to answer a rank that has failed."""
 
@@ -96,6 +102,8 @@ class Session:
         self.timeout = timedelta(seconds=timeout_s)
         self.hosts: tuple[str, ...] = (socket.gethostname(),)
         """Name of each rank's node, by rank."""
+        self.side_problem = ""
+        """Why gloo cannot connect the nodes beside another backend; empty if it may."""
         self._meeting: meeting.Meeting | None = None
         self._watch: Watch | None = None
         torch.set_num_threads(device.threads)
@@ -114,12 +122,16 @@ class Session:
             own = meeting.Presence(
                 topology.rank,
                 socket.gethostname(),
-                interfaces.network_stack(),
+                kernel.shared("net"),
                 interfaces.find_route(device.backend),
                 interfaces.reachable_interfaces()[:4],
+                interfaces.find_route("gloo")
+                if device.backend != "gloo" and topology.local_world_size < topology.world_size
+                else None,
             )
             self._meeting = meeting.meet(topology, own, timeout_s)
             self.hosts = tuple(member.host for member in self._meeting.members)
+            self.side_problem = meeting.side_problem(self._meeting.members)
             self.store = self._meeting.board
             store = self._meeting.store
         self._raw_store = store
@@ -173,6 +185,11 @@ class Session:
         )
         self._watch.start()
 
+    def stop_watching(self) -> None:
+        """Ends the watch: what happens to other ranks from here on is no failure of this one."""
+        if self._watch is not None:
+            self._watch.stop()
+
     def failure_board(self) -> FailureBoard:
         """Returns failures of all ranks, over a connection of its own that nothing holds up."""
         store = self.store if self._meeting is None else None
@@ -204,31 +221,32 @@ class Session:
         kind: Any = Any,
         heartbeat: str | None = None,
         limit_s: float | None = None,
+        patience_s: float = 0.0,
     ) -> Any:
         """Waits for a value that a rank makes known and returns it as ``kind``.
 
         Waiting costs no processor time worth naming. It ends after the timeout, or, with a
         ``heartbeat`` counter, once that has not moved for the timeout; ``limit_s`` stands in
-        for the timeout where it is given. It asks now and then,
-        since the store's own waiting cannot be interrupted and warns when it ends.
+        for the timeout where it is given, and ``patience_s`` is added to it. It asks now and
+        then, since the store's own waiting cannot be interrupted and warns when it ends.
 
         Raises:
             DdpProfilerError: Nobody made the value known in time.
         """
         beats, moved = 0, time.monotonic()
-        limit = self.timeout.total_seconds() if limit_s is None else limit_s
+        limit = (self.timeout.total_seconds() if limit_s is None else limit_s) + patience_s
         pause = _SHORTEST_PAUSE_S
         while not self.store.check([key]):
             if self._watch is not None and self._watch.failed:
                 raise DdpProfilerError(
-                    f"Rank {self.rank} stopped waiting for {key!r}: another rank has failed."
+                    f"Stopped waiting for {in_words(key)}: another rank has failed."
                 )
             now = self.store.add(heartbeat, 0) if heartbeat else beats
             if now != beats:
                 beats, moved = now, time.monotonic()
             elif time.monotonic() - moved >= limit:
                 raise DdpProfilerError(
-                    f"Rank {self.rank} waited {limit:g} s for {key!r} and nothing moved.",
+                    f"Waited {limit:g} s for {in_words(key)}, and nothing moved.",
                     "A rank has died or hangs; raise --timeout if it is only slow.",
                 )
             time.sleep(pause)
@@ -302,32 +320,30 @@ class Session:
 
     def close(
         self,
-        before: Callable[[], None] = lambda: None,
         heartbeat: str | None = None,
         limit_s: float | None = None,
     ) -> None:
         """Waits until every rank is here and leaves the process group.
 
         Args:
-            before: Called first.
-            heartbeat: Counter that moves while rank 0 is still busy.
+            heartbeat: Counter that moves while rank 0 is still busy; moves here as well.
             limit_s: How long rank 0 waits for another rank; the timeout where None.
 
         Raises:
             DdpProfilerError: A rank did not come in time.
         """
-        before()
-        if self._watch is not None:
-            # A rank that leaves may take the store with it.
-            self._watch.stop()
+        # A rank that leaves may take the store with it.
+        self.stop_watching()
         self.publish(f"closed/{self.rank}", True)
         if self.rank == 0:
             try:
                 for rank in range(self.topology.world_size):
+                    if heartbeat is not None:
+                        self.beat(heartbeat)
                     self.learn(f"closed/{rank}", limit_s=limit_s)
             finally:
                 # Those that came need not wait for those that do not.
                 self.publish("all closed", True)
         else:
-            self.learn("all closed", heartbeat=heartbeat)
+            self.learn("all closed", heartbeat=heartbeat, patience_s=PATIENCE_S)
         dist.destroy_process_group()

@@ -149,6 +149,7 @@ class Study:
         facts: dict[int, LevelFacts] = {}
         order = visiting_order(len(self._levels), self._config.repeat, self._config.seed)
         self._compare_clocks("start")
+        self._on_facts((), tuple(self._clock_readings))
         for number, (repetition, index) in enumerate(order):
             level = self._levels[index]
             done, heartbeat = f"done/{number}", f"beat/{number}"
@@ -158,7 +159,9 @@ class Study:
                     self._session.publish(done, found)
             self._phase.name = f"waiting for level {level.id}"
             learnt = self._session.learn(done, LevelFacts, heartbeat)
-            facts.setdefault(index, learnt)
+            first = facts.setdefault(index, learnt)
+            worst = max(first.device_clock_uncertainty_ns, learnt.device_clock_uncertainty_ns)
+            facts[index] = replace(first, device_clock_uncertainty_ns=worst)
             if self._session.rank == 0:
                 uses = tuple(
                     self._session.learn(f"machine/{number}/{rank}", MachineUse)
@@ -243,14 +246,18 @@ class Study:
                 phase.name = f"level {level.id}, batch proof"
                 facts = replace(facts, proof=run.prove_batch())
                 if leads:
+                    session.beat(heartbeat)
                     phase.name = f"level {level.id}, counting FLOPs"
                     flops, peak = self._flops(run.workload)
                     facts = replace(facts, flops_per_sample=flops, peak_flops_per_s=peak)
+                    session.beat(heartbeat)
         finally:
             run.close()
         if level.dp > 1:
             phase.name = f"level {level.id}, AllReduce in isolation"
-            isolated = IsolatedAllReduce(recorder, group, session.device.device)
+            isolated = IsolatedAllReduce(
+                recorder, group, session.device.device, beat or (lambda: None)
+            )
             recorder.begin_block(index, repetition, len(plan), Variant.ALLREDUCE)
             isolated.sweep(config.allreduce_max_mb * 2**20)
             recorder.begin_block(index, repetition, len(plan) + 1, Variant.BUCKETS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ddp_profiler.errors import InputError
 from ddp_profiler.measure.bounded import BoundedStore
@@ -61,6 +62,7 @@ class Watch(threading.Thread):
         self._on_failure = on_failure
         self._on_lost = on_lost
         self._ended = threading.Event()
+        self._problem = ""
 
     def stop(self) -> None:
         """Ends the watch; nothing is reported from here on."""
@@ -72,8 +74,7 @@ class Watch(threading.Thread):
         while not self._ended.wait(self.interval_s):
             begin = time.monotonic()
             try:
-                self._store.add(self._key, 1)
-                failures = self._store.add(FAILURES, 0)
+                failures = self._store.together(self._ask)
             except InputError as error:
                 # Counted from the question, not from the last answer: this thread itself may
                 # have been held up.
@@ -85,8 +86,24 @@ class Watch(threading.Thread):
             silent_since = None
             if failures and not self._ended.is_set():
                 self.failed = True
-                self._on_failure()
+                # On a thread of its own: what is told may block, on a disk for one, or fail, and
+                # this rank ends in time all the same.
+                threading.Thread(target=self._tell, daemon=True).start()
                 left = begin + self._farewell_s - time.monotonic()
                 if not self._ended.wait(max(0.0, left)):
-                    self._on_lost("Another rank has failed, and this one did not end by itself.")
+                    self._on_lost(
+                        "Another rank has failed, and this one did not end by itself."
+                        f"{self._problem}"
+                    )
                 return
+
+    def _ask(self, raw: Any) -> int:
+        """Gives the sign of life and returns the number of failures that were noted."""
+        raw.add(self._key, 1)
+        return int(raw.add(FAILURES, 0))
+
+    def _tell(self) -> None:
+        try:
+            self._on_failure()
+        except Exception as error:
+            self._problem = f" Its report failed: {type(error).__name__}: {error}."

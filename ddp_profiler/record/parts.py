@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import filecmp
 import hashlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ddp_profiler.errors import InputError, UsageError
 from ddp_profiler.record import paths, reader, writer
@@ -166,21 +168,45 @@ def _join_files(given: Mapping[Path, Mapping[int, Path]]) -> dict[int, Path]:
 
 
 def _join_infos(infos: Sequence[RunInfo]) -> RunInfo:
-    """Returns what the best informed keeper wrote, with the failures that all noted."""
-    best = max(
-        infos,
-        key=lambda info: (
-            _STATES.index(info.status) if info.status in _STATES else -1,
-            len(info.facts),
-            len(info.environment),
-            len(info.ranks),
-            -info.keeper,
-        ),
+    """Returns what all keepers know together: each field from the one that knows most of it.
+
+    Of a run that was lost, a node may have learnt how it ended, and another one what it measured.
+    """
+
+    def best(measure: Callable[[RunInfo], Any]) -> RunInfo:
+        return max(infos, key=lambda info: (measure(info), -info.keeper))
+
+    described = best(lambda info: len(info.ranks))
+    failures: dict[Failure, None] = dict.fromkeys(
+        best(lambda info: (_state(info), len(info.failures))).failures
     )
-    failures: dict[Failure, None] = dict.fromkeys(best.failures)
     for info in infos:
         failures |= dict.fromkeys(info.failures)
-    return replace(best, keeper=0, failures=tuple(failures))
+    return replace(
+        described,
+        keeper=0,
+        status=best(_state).status,
+        failures=tuple(failures),
+        environment=best(lambda info: len(info.environment)).environment,
+        facts=best(
+            lambda info: (len(info.facts), sum(len(fact.machine) for fact in info.facts))
+        ).facts,
+        clocks=best(lambda info: len(info.clocks)).clocks,
+        parts=best(lambda info: len(info.parts)).parts,
+        phases=best(lambda info: len(info.phases)).phases,
+    )
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "Choose a folder with more room, with --out."
+    if error.errno == errno.EEXIST:
+        return f"Remove {error.filename}, which an earlier run has left, or choose another --out."
+    return "Choose a folder that can be written, with --out."
+
+
+def _state(info: RunInfo) -> int:
+    return _STATES.index(info.status) if info.status in _STATES else -1
 
 
 def _write(out: Path, files: Mapping[int, Path], info: RunInfo) -> None:
@@ -204,6 +230,6 @@ def _write(out: Path, files: Mapping[int, Path], info: RunInfo) -> None:
         if isinstance(error, OSError):
             raise UsageError(
                 f"The output folder {out} cannot be written: {error.strerror or error}.",
-                "Choose a folder with more room, with --out.",
+                _remedy(error),
             ) from None
         raise

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pyarrow as pa
 
+from ddp_profiler.errors import UsageError
 from ddp_profiler.record import paths
 from ddp_profiler.schema import NULLABLE_SPAN_COLUMNS, SCHEMA_VERSION, SPAN_COLUMNS, RunInfo
 
@@ -30,6 +31,9 @@ class SpanWriter:
         folder: The run folder.
         rank: Global rank; names the file.
         run_id: Stored in the stream, so that files of different runs are told apart.
+
+    Raises:
+        UsageError: The file cannot be written.
     """
 
     def __init__(self, folder: Path, rank: int, run_id: str) -> None:
@@ -38,11 +42,19 @@ class SpanWriter:
             "rank": str(rank),
             "run_id": run_id,
         }
-        self._sink = pa.OSFile(str(paths.rank_file(folder, rank)), "wb")
-        self._stream = pa.ipc.new_stream(self._sink, SPAN_SCHEMA.with_metadata(metadata))
-        # Arrow writes the schema with the first batch: an empty one makes the file readable
-        # from the start.
-        self.write({field.name: [] for field in SPAN_SCHEMA})
+        path = paths.rank_file(folder, rank)
+        try:
+            self._sink = pa.OSFile(str(path), "wb")
+            self._stream = pa.ipc.new_stream(self._sink, SPAN_SCHEMA.with_metadata(metadata))
+            # Arrow writes the schema with the first batch: an empty one makes the file readable
+            # from the start.
+            self.write({field.name: [] for field in SPAN_SCHEMA})
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error).splitlines()[0]
+            raise UsageError(
+                f"{path} cannot be written: {reason}.",
+                "Choose a folder that every rank can write, with --out.",
+            ) from error
 
     def write(self, columns: Mapping[str, Sequence[int | None]]) -> None:
         """Writes one batch of spans: a sequence for each of ``SPAN_COLUMNS``, of equal length."""

@@ -15,8 +15,8 @@ from ddp_profiler.schema import LevelSettings
 class StudyProgress:
     """Progress of a study, shown by one rank.
 
-    Nothing is drawn while a block runs: no thread of ours competes with the training. Where
-    there is no terminal, a line says that a level begins and another that it has ended.
+    Nothing is drawn while a block runs: a thread that draws would compete with the training.
+    Where there is no terminal, a line says that a level begins and another that it has ended.
 
     Args:
         total: Number of levels.

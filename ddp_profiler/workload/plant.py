@@ -116,6 +116,33 @@ def parse_plants(specs: Sequence[str]) -> tuple[Planted, ...]:
     return tuple(_parse(spec) for spec in specs)
 
 
+def check_plants(plants: Sequence[Planted], world_size: int, dps: Sequence[int]) -> None:
+    """Checks that each fault can fall on something: a typo must not look like a clean run.
+
+    Args:
+        plants: All faults.
+        world_size: Number of ranks.
+        dps: Data-parallel sizes of the levels.
+
+    Raises:
+        UsageError: A rank or a level does not exist, or a rank's clock is given twice.
+    """
+    clocks: set[int] = set()
+    for plant in plants:
+        rank = getattr(plant, "rank", None)
+        if rank is not None and rank >= world_size:
+            raise UsageError(
+                f"A fault is planted on rank {rank}, and there are {world_size} ranks.", _FORM
+            )
+        level_dp = getattr(plant, "level_dp", None)
+        if level_dp is not None and level_dp not in dps:
+            raise UsageError(f"A fault is planted at dp {level_dp}, and no level has it.", _FORM)
+        if isinstance(plant, PlantedClock):
+            if plant.rank in clocks:
+                raise UsageError(f"The clock of rank {plant.rank} is planted twice.", _FORM)
+            clocks.add(plant.rank)
+
+
 class Planter:
     """Carries out the planted faults of one rank at one level.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ddp_profiler.measure import collect, session, topology
+from ddp_profiler.measure.leave import leave
 from ddp_profiler.record import parts, paths
 
 TIMEOUT_S = 4.0
@@ -42,7 +43,7 @@ def main():
         (root / "result.json").write_text(json.dumps([failed, seconds]))
     elif place.rank in (1, 2):
         collect.hand_over(carrier, paths.rank_file(root / "1", place.rank))
-    os._exit(0)
+    leave(0)  # As the worker ends once connections may have been lost.
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def study(tmp_path_factory):
     known = {}
 
     def run(ranks, *options, **keywords):
-        key = (ranks, options, tuple(sorted(keywords)))
+        key = (ranks, options, repr(sorted(keywords.items())))
         if key not in known:
             folder = tmp_path_factory.mktemp("study") / "run"
             argv = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]

@@ -31,9 +31,8 @@ def test_rank_1_is_missing(tmp_path):
     assert len(lines) == 2, done.err
     assert "Rank 1 of 2 did not come" in lines[0]
     assert f"127.0.0.1:{port}" in lines[0]
-    info = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert info["status"] == "failed"
-    assert "Rank 1 of 2" in info["failures"][0]["message"]
+    # Nothing was measured: the same command, put right, finds its folder free.
+    assert not (tmp_path / "run").exists()
 
 
 def test_rank_0_is_missing(tmp_path):
@@ -75,7 +74,7 @@ def test_one_rank_fails_and_each_ranks_phase_is_shown(study, tmp_path):
     done = study(2, "--model", "broken:make", "--dp", "2", cwd=tmp_path)
     assert done.code != 0
     ours = [line for line in done.err.splitlines() if line.startswith("ddp_profiler.run: ")]
-    assert "rank 1 failed in level dp2, " in done.err
+    assert f"rank 1 on {socket.gethostname()} failed in level dp2, " in done.err
     assert "ValueError: planted" in done.err
     # The failure once, then the table: not once for each rank.
     assert len([line for line in ours if "failed in" in line]) == 1, done.err

@@ -49,6 +49,7 @@ def test_a_passing_straggler_and_a_clock_that_drifts(study):
         *("--plant", "part=backward,ms=150,every=5,rank=1"),
         *("--plant", "clock=5000,rank=1,ppm=50,real_ms=300"),
     )
+    assert done.code == 0, done.err[-3000:]
     level = done.level("dp2")
     found = level["straggler"]
     assert (found["rank"], found["cause"], found["fixed"]) == (1, "backward", False)

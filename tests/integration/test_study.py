@@ -171,11 +171,11 @@ def test_dtype_that_the_backend_cannot_reduce(study, tmp_path):
     done = study(2, "--model", "odd:make", cwd=tmp_path)
     ours = [line for line in done.err.splitlines() if line.startswith("ddp_profiler.run: ")]
     assert done.code != 0
-    assert ours == [
-        "ddp_profiler.run: The gloo backend cannot sum gradients of type float8_e5m2."
-    ], done.err
+    assert len(ours) == 1, done.err
+    assert "failed in checking what the backend can reduce" in ours[0]
+    assert ours[0].endswith("The gloo backend cannot sum gradients of type float8_e5m2.")
     assert "Use a model with float32 parameters" in done.err
-    assert not list(done.folder.glob("rank-*.arrows"))
+    assert not done.folder.exists()
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_left_alone(four_ranks):
@@ -197,6 +197,7 @@ def test_a_port_in_use_is_named(tmp_path):
         )
     assert done.code == 2, done.err
     assert f"Port {port} is in use" in done.err
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_exception_in_the_model_is_named_with_rank_and_place(tmp_path):
@@ -219,7 +220,7 @@ def test_an_exception_in_the_model_is_named_with_rank_and_place(tmp_path):
         cwd=tmp_path,
     )
     assert done.code == 3
-    assert "rank 0 failed in level dp1, plain block" in done.err
+    assert f"rank 0 on {socket.gethostname()} failed in level dp1, plain block" in done.err
     assert re.search(r"ValueError: planted \(.*broken\.py:7\)", done.err)
     assert "Traceback" not in done.err
     info = json.loads((tmp_path / "run" / "run.json").read_text())

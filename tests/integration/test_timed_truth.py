@@ -77,10 +77,3 @@ def test_a_delay_is_found_in_its_part(study, plain, part, where):
     for name in parts:
         expected = 50 if name == where else 0
         assert parts[name] - reference[name] == pytest.approx(expected, abs=tolerance(50)), name
-
-
-def test_a_late_rank_makes_the_other_wait(study, plain):
-    done = study(2, *QUICK, "--dp", "2", "--plant", "part=backward,ms=60,rank=1")
-    early, late = done.level("dp2")["ranks"]
-    assert early["breakdown_ms"]["exposed_wait"] == pytest.approx(60, abs=tolerance(60))
-    assert late["breakdown_ms"]["exposed_wait"] < 15

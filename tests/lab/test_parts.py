@@ -130,7 +130,7 @@ def test_collection_that_fails_keeps_the_parts_and_says_so(usable, tmp_path):
     blocked.mkdir(parents=True)
     results, (first, second) = launch(tmp_path, 1)
     (line,) = (text for text in results[0].stderr.splitlines() if "not all parts" in text)
-    assert "File exists" in line
+    assert f"{blocked.name} is in the way; remove it" in line
     assert f"They are kept: rank 1 on node1 in {tmp_path / 'runs' / 'run'}." in line
     assert "join: ddp-profiler merge runs/run DIR... --out RUN" in results[0].stderr
     assert "not all parts" not in results[1].stderr

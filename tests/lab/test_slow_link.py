@@ -13,14 +13,13 @@ BUCKET = 4 * 1_000_000 * 4
 RATE_MBIT = 500
 
 
-@pytest.fixture(scope="module", params=["weak", "strong"])
-def measured(request, usable, tmp_path_factory):
+@pytest.fixture(scope="module")
+def measured(usable, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lab") / "run"
-    batch = ("--global-batch", "16", "--micro-batch", "4") if request.param == "strong" else ()
     options = (
         *("-m", "ddp_profiler.run", "--model", "timed:layers=4,parameters=1000000"),
         *("--steps", "3", "--warmup", "2", "--allreduce-max-mb", "0", "--threads-per-rank", "1"),
-        *("--plant", "part=data,ms=20,level_dp=2", "--out", str(folder), *batch),
+        *("--plant", "part=data,ms=20,level_dp=2", "--out", str(folder)),
     )
     with lab_tool.Lab(nodes=2, rate_mbit=RATE_MBIT) as lab:
         stream = sorted(lab_tool.socket_stream_gbit(lab) for _ in range(3))[1]
@@ -29,16 +28,17 @@ def measured(request, usable, tmp_path_factory):
         )
     assert [r.returncode for r in results] == [0, 0], results[0].output[-3000:]
     summary = json.loads((folder / "summary.json").read_text())
-    return stream, {level["dp"]: level for level in summary["levels"]}
+    found = {finding["id"]: finding["message"] for finding in summary["findings"]}
+    return stream, {level["dp"]: level for level in summary["levels"]}, found
 
 
 def test_nodes_are_told_apart(measured):
-    _, levels = measured
+    _, levels, _ = measured
     assert (levels[1]["nodes"], levels[2]["nodes"]) == (1, 2)
 
 
 def test_exposed_transfer_is_what_the_link_dictates(measured):
-    stream_gbit, levels = measured
+    stream_gbit, levels, _ = measured
     # Ring bound: 2(n-1)/n x S/B, which is S/B at n = 2.
     bound_ms = BUCKET * 8 / (stream_gbit * 1e9) * 1e3
     transfer = levels[2]["waterfall_ms"]["exposed_transfer"]
@@ -47,7 +47,7 @@ def test_exposed_transfer_is_what_the_link_dictates(measured):
 
 
 def test_the_ring_bound_stands_beside_the_measured_time(measured):
-    stream_gbit, levels = measured
+    stream_gbit, levels, _ = measured
     found = levels[2]["allreduce"]
     link = found["link"]
     assert (link["name"], link["kind"], link["source"], link["ranks"]) == (
@@ -64,7 +64,7 @@ def test_the_ring_bound_stands_beside_the_measured_time(measured):
 
 
 def test_other_terms_stay_what_they_were(measured):
-    _, levels = measured
+    _, levels, _ = measured
     falls = levels[2]["waterfall_ms"]
     assert falls["data"] == pytest.approx(20 * levels[2]["accumulation"], abs=8)
     assert abs(falls["residual"]) <= 0.03 * falls["measured"] + 5
@@ -73,5 +73,8 @@ def test_other_terms_stay_what_they_were(measured):
 
 
 def test_the_finding_names_the_network(measured):
-    _, levels = measured
+    _, levels, found = measured
     assert levels[2]["efficiency"] < 0.6
+    assert "from dp 1 to dp 2" in found["efficiency-drop"]
+    assert "gradients cross the network between nodes" in found["efficiency-drop"]
+    assert "exposed transfer" in found["dominant-loss"]

@@ -43,7 +43,7 @@ class Board:
     def publish(self, key, value):
         self.store.set(key, msgspec.json.encode(value))
 
-    def learn(self, key, kind=object, heartbeat=None):
+    def learn(self, key, kind=object, heartbeat=None, patience_s=0):
         return msgspec.json.decode(self.store.get(key, self.wait_s), type=kind)
 
 

@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from ddp_profiler import cli, run
+from ddp_profiler.cli import worker_options
+from ddp_profiler.record import parts
 from ddp_profiler.report import console
 
 from .test_console import make_level, make_summary
@@ -114,3 +117,23 @@ def test_ascii_stdout(environment):
     done = call("analyze", "run", "--json", **environment)
     assert (done.returncode, done.stderr) == (0, b"")
     assert json.loads(done.stdout.decode("ascii"))["notes"] == list(NOTES)
+
+
+def test_interrupt_ends_without_a_trace(monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parts, "merge", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["merge", "a", "b", "--out", "c"])
+    assert ended.value.code == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_help_fits_a_terminal():
+    assert max(len(line) for line in worker_options._MODELS.splitlines()) <= 78
+
+
+def test_what_is_said_is_safe_for_a_terminal(capsys):
+    run._say("model \x1b[31m\nsecond line")
+    assert capsys.readouterr().err == "ddp_profiler.run: model \\x1b[31m\nsecond line\n"

@@ -33,6 +33,7 @@ def test_defaults_are_valid_and_frozen():
         ({"timeout_s": 0.0}, "--timeout 0"),
         ({"precision": "fp8"}, "--precision fp8"),
         ({"backend": "mpi"}, "--backend mpi"),
+        ({"allreduce_max_mb": 65.0}, "--allreduce-max-mb 65 is above 64"),
         ({"placement": "wide"}, "--placement wide"),
         ({"link_gbps": 0.0}, "--link-gbps 0"),
         ({"link_gbps": -1.0}, "--link-gbps -1"),

@@ -53,7 +53,7 @@ def test_skeleton_is_clean(skeleton):
 @pytest.mark.parametrize(
     ("part", "line", "contract"),
     [
-        ("errors", "import numpy", "errors, batch, units, schema and config"),
+        ("errors", "import numpy", "errors, batch, naming, units, schema and config"),
         ("schema", "from ddp_profiler import config", "Imports go one way"),
         ("measure/__init__", "import ddp_profiler.record.writer", "measure and workload know"),
         ("workload/__init__", "import ddp_profiler.measure", "Imports go one way"),

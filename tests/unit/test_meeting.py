@@ -1,5 +1,6 @@
 """Who is missing, on a store made by hand; and calls that never return."""
 
+import socket
 import threading
 import time
 
@@ -85,8 +86,8 @@ def test_missing_ranks_nodes_and_the_address_are_named():
     environ = {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
     line = missing_line(store, 4, environ)
     assert line == (
-        "Ranks 2-3 of 4 (on node 1) did not come to 10.0.0.1:29500 (rank 0) within 5 s; here: "
-        "ranks 0-1 (a)."
+        "Ranks 2, 3 of 4 (on node 1) did not come to 10.0.0.1:29500 (rank 0) within 5 s; here: "
+        "ranks 0, 1 (a)."
     )
     # A rank that asks later hears the same.
     assert missing_line(store, 4, environ, rank=1) == line
@@ -104,7 +105,7 @@ def test_a_large_world_is_named_in_one_line():
     store = FakeStore()
     come(store, *(presence(rank, f"host{rank}") for rank in range(0, 1000, 2)))
     line = missing_line(store, 1000, {})
-    assert "Ranks 1, 3, 5, 7, 9, 11 and 494 more of 1000" in line
+    assert "Ranks 1, 3, 5, 7, 9, 11, 13, 15 and 492 more of 1000" in line
     assert len(line) < 300
 
 
@@ -132,6 +133,45 @@ def test_loopback_between_hosts_is_refused_and_within_one_is_not():
     assert "rank 1 on b cannot reach" in str(caught.value)
     assert "GLOO_SOCKET_IFNAME=eth9 on a" in caught.value.remedy
     check_loopback([presence(0, "a"), presence(1, "b")])
+
+
+def test_remedy_names_the_variable_that_chose():
+    route = Route(("lo",), ("127.0.0.1",), "NCCL_SOCKET_IFNAME")
+    with pytest.raises(UsageError) as caught:
+        check_loopback([Presence(0, "a", "a", route, ("eth9",)), presence(1, "b")])
+    assert caught.value.remedy == "Set NCCL_SOCKET_IFNAME=eth9 on a, or unset it."
+
+
+def test_gloo_beside_nccl_over_loopback_is_a_problem_and_no_error():
+    nccl = Route((), (), "NCCL")
+    loopback = Route(("lo",), ("127.0.1.1",), "hostname")
+    good = Route(("eth0",), ("192.0.2.2",), "hostname")
+    members = [Presence(0, "a", "a", nccl, (), loopback), Presence(1, "b", "b", nccl, (), good)]
+    check_loopback(members)
+    assert "Rank 0 on a would use interface lo (127.0.1.1" in meeting.side_problem(members)
+    assert meeting.side_problem(members[1:]) == ""
+
+
+def test_a_name_server_that_does_not_answer_keeps_to_the_deadline(monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: threading.Event().wait(60))
+    environ = {"MASTER_ADDR": "node0", "MASTER_PORT": "1"}
+    begin = time.monotonic()
+    with pytest.raises(
+        UsageError, match=r"node0:1 within 0\.2 s: the name was not resolved in time"
+    ):
+        meeting.meet(topology(1), presence(1, "b"), 0.2, environ)
+    assert time.monotonic() - begin < 20
+
+
+def test_an_address_that_answers_is_found_among_several():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        deadline = time.monotonic() + 20
+        assert meeting.reach(("127.0.0.2", "127.0.0.1"), port, deadline) == ("127.0.0.1", "")
+    assert meeting.reach(("127.0.0.1",), port, time.monotonic() + 0.1) == (
+        None,
+        "connection refused",
+    )
 
 
 def test_a_call_that_never_returns_is_given_up():
@@ -203,6 +243,22 @@ def test_watch_tells_of_another_ranks_failure_and_then_ends_this_one():
     assert watched.failures == [True]
     assert len(watched.lost) == 1
     assert "Another rank has failed" in watched.lost[0]
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_watch_ends_a_rank_whose_report_blocks_or_fails(block):
+    watched = Watched()
+
+    def report():
+        if block:
+            threading.Event().wait(60)
+        raise OSError("no disk")
+
+    watched.watch._on_failure = report
+    watched.raw.add(FAILURES, 1)
+    watched.watch.join(20)
+    assert len(watched.lost) == 1
+    assert ("no disk" in watched.lost[0]) is not block
 
 
 def test_a_stopped_watch_says_nothing():

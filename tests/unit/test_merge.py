@@ -12,7 +12,16 @@ import pytest
 from ddp_profiler.errors import InputError, UsageError
 from ddp_profiler.load import load_summary
 from ddp_profiler.record import parts, paths, reader, writer
-from ddp_profiler.schema import Failure, LevelFacts, LevelSettings, RankPlace, RecordPart
+from ddp_profiler.schema import (
+    ClockReading,
+    Failure,
+    LevelFacts,
+    LevelSettings,
+    MachineUse,
+    RankPhase,
+    RankPlace,
+    RecordPart,
+)
 from tests.unit.test_record import batch, run_info, write_stream
 
 WORLD = 4
@@ -210,6 +219,27 @@ def test_description_is_the_most_complete(tmp_path):
     assert merged.info.failures == (
         Failure(1, "closing", "late"),
         Failure(2, "level dp4", "lost"),
+    )
+
+
+def test_each_field_is_the_one_that_knows_most(tmp_path):
+    """Node 1 learnt how the run ended; rank 0's node, which was cut off, what was measured."""
+    use = (MachineUse(0, 1.0),)
+    facts = tuple(replace(fact, machine=use) for fact in info().facts)
+    clock = ClockReading(2, 1, -5, 5, 0)
+    phase = RankPhase(0, "node0", "closing", False)
+    given = (
+        make_part(tmp_path / "a", (0, 1), info(status="running", facts=facts, clocks=(clock,))),
+        make_part(tmp_path / "b", (2, 3), info(status="failed", keeper=2, phases=(phase,))),
+        make_part(tmp_path / "c", (), info(status="complete", keeper=3, facts=(), ranks=())),
+    )
+    merged = parts.merge(given, tmp_path / "out").info
+    assert merged.status == "complete"
+    assert (merged.facts, merged.clocks, merged.phases) == (facts, (clock,), (phase,))
+    assert (merged.ranks, merged.levels, merged.parts) == (
+        info().ranks,
+        info().levels,
+        info().parts,
     )
 
 

@@ -382,3 +382,8 @@ def test_of_two_claims_one_wins(tmp_path, monkeypatch):
 def test_nullable_columns_become_int64(run):
     columns = reader.read_rank(run, 0).columns
     assert all(columns[name].dtype == np.int64 for name in NULLABLE_SPAN_COLUMNS)
+
+
+def test_a_record_that_cannot_be_opened_is_wrong_usage(tmp_path):
+    with pytest.raises(UsageError, match=r"rank-00003\.arrows cannot be written: No such file"):
+        writer.SpanWriter(tmp_path / "gone", 3, "run-1")

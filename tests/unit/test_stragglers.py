@@ -4,28 +4,37 @@ import numpy as np
 import pytest
 
 from ddp_profiler.analysis.parts import derive_steps
-from ddp_profiler.analysis.stragglers import find_stragglers
+from ddp_profiler.analysis.stragglers import Arrivals, find_stragglers
 from ddp_profiler.schema import Variant
 from tests.unit.span_columns import Spans
 
 DATA, FORWARD, BACKWARD, TRANSFER, OPTIMIZER = 2.0, 20.0, 40.0, 5.0, 3.0
 
 
-def run(ranks=2, steps=20, late=(), buffers=None, jitter=0.05, blocks=5, seed=0):
-    """Lets ranks train together and returns their spans.
+def run(
+    ranks=2, steps=20, late=(), buffers=None, jitter=0.05, blocks=5, seed=0, norm=False, skew=0
+):
+    """Lets ranks train together and returns what they recorded.
 
     Args:
-        late: (rank, part, ms, every) of each planted delay.
+        late: (rank, part, ms, every) of each planted delay, or with a fifth number the first
+            step that has it.
         buffers: ``barrier``: a collective at the start of forward holds all; ``source``: rank 0
             goes on at once and the others wait for it, as in a broadcast; ``tree``: as source,
             and the last rank gets it from rank 1; None: no such collective.
+        norm: Whether a module reduces in the middle of backward, where all ranks meet.
+        skew: So many ms later the last rank leaves each reduction.
     """
     random = np.random.default_rng(seed)
     spans = [Spans(variant=int(Variant.INSTRUMENTED)) for _ in range(ranks)]
     now = np.zeros(ranks)
 
     def length(rank, part, step, base):
-        planted = sum(ms for r, p, ms, every in late if (r, p) == (rank, part) and not step % every)
+        planted = sum(
+            ms
+            for r, p, ms, every, *first in late
+            if (r, p) == (rank, part) and step % every == (first[0] if first else 0)
+        )
         return base + planted + abs(random.normal(0, jitter))
 
     for step in range(steps):
@@ -51,10 +60,14 @@ def run(ranks=2, steps=20, late=(), buffers=None, jitter=0.05, blocks=5, seed=0)
             spans[r].forward(forward[r], now[r], **place)
             now[r] += length(r, "between", step, 0.0)
         backward = now.copy()
-        local = np.array(
-            [backward[r] + length(r, "backward", step, BACKWARD) for r in range(ranks)]
-        )
+        if norm:
+            arrived = backward + [length(r, "before norm", step, 10.0) for r in range(ranks)]
+            now[:] = arrived.max() + 0.1
+            for r in range(ranks):
+                spans[r].backward_comm(arrived[r], now[r], **place)
+        local = now + [length(r, "backward", step, BACKWARD) for r in range(ranks)]
         now[:] = local.max() + TRANSFER
+        now[-1] += skew
         for r in range(ranks):
             spans[r].backward(backward[r], local[r], now[r], **place)
             spans[r].gradient(local[r], now[r], **place)
@@ -62,7 +75,10 @@ def run(ranks=2, steps=20, late=(), buffers=None, jitter=0.05, blocks=5, seed=0)
             spans[r].optimizer(now[r], end, **place)
             spans[r].step(begin[r], end, **place)
             now[r] = end
-    return [derive_steps(r, s.columns(), 0, Variant.INSTRUMENTED) for r, s in enumerate(spans)]
+    return [
+        Arrivals(derive_steps(r, s.columns(), 0, Variant.INSTRUMENTED), lambda times: times)
+        for r, s in enumerate(spans)
+    ]
 
 
 PLACES = {None: "gradient_reduction", "barrier": "forward_comm"}
@@ -153,3 +169,64 @@ def test_too_few_steps_or_ranks_name_nobody():
     assert find_stragglers(run(ranks=1), 0.0) == ()
     assert find_stragglers(run(steps=4, late=[(1, "forward", 100, 1)]), 0.0) == ()
     assert find_stragglers([], 0.0) == ()
+
+
+def names(found):
+    return [(s.rank, s.cause, s.at) for s in found]
+
+
+def test_ranks_that_take_turns_do_not_hide_each_other():
+    """Rank 1 is late in every step, rank 2 by more in every second one: each is last in half."""
+    late = [(1, "backward", 30, 1), (2, "backward", 60, 2)]
+    found = find_stragglers(run(ranks=3, steps=40, late=late), 0.0)
+    assert {s.rank for s in found} == {1, 2}
+    assert all(s.lag_ms == pytest.approx(30, abs=0.5) for s in found)
+    assert all(s.share_of_steps_fraction == 0.5 for s in found)
+
+
+def test_the_cause_after_a_collective_in_backward_is_what_came_after_it():
+    late = [(1, "data", 50, 1), (1, "backward", 30, 1)]
+    found = find_stragglers(run(ranks=3, late=late, norm=True), 0.0)
+    assert names(found) == [
+        (1, "data", "backward_comm"),
+        (1, "backward", "gradient_reduction"),
+    ]
+    assert [s.lag_ms for s in found] == pytest.approx([50, 30], abs=0.5)
+
+
+def test_late_before_and_after_the_collective_in_backward():
+    late = [(0, "before norm", 40, 1), (2, "backward", 60, 1)]
+    found = find_stragglers(run(ranks=3, late=late, norm=True), 0.0)
+    assert names(found) == [
+        (2, "backward", "gradient_reduction"),
+        (0, "backward", "backward_comm"),
+    ]
+
+
+def test_a_rank_that_is_slow_in_several_parts():
+    late = [(1, "data", 10, 1), (1, "forward", 12, 1), (1, "backward", 14, 1)]
+    (found,) = find_stragglers(run(ranks=3, late=late), 0.0)
+    assert (found.rank, found.cause) == (1, "several")
+    assert found.lag_ms == pytest.approx(36, abs=0.5)
+    assert found.parts_ms["forward"] == pytest.approx(12, abs=0.5)
+    assert sum(found.parts_ms.values()) == pytest.approx(36, abs=0.5)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_one_delay_is_one_straggler_where_half_of_the_others_wait_in_between(rank):
+    found = find_stragglers(run(ranks=3, late=[(rank, "data", 50, 1)], buffers="tree"), 0.0)
+    assert names(found) == [(rank, "data", "gradient_reduction")]
+    assert found[0].lag_ms == pytest.approx(50, abs=0.5)
+
+
+def test_a_rank_that_only_leaves_the_reduction_later_is_no_straggler():
+    """As over a slow link, where one rank has the last piece later in every step."""
+    assert find_stragglers(run(ranks=3, skew=15), 0.0) == ()
+    late = [(0, "backward", 30, 1)]
+    assert [s.rank for s in find_stragglers(run(ranks=3, skew=5, late=late), 0.0)] == [0]
+
+
+def test_equally_late_ranks_name_nobody():
+    """The limit that docs/metrics.md states: nothing could be recovered from one of them."""
+    late = [(2, "backward", 50, 1), (3, "backward", 50, 1)]
+    assert find_stragglers(run(ranks=4, late=late), 0.0) == ()

@@ -11,6 +11,7 @@ from ddp_profiler.workload.plant import (
     PlantedClock,
     PlantedLoss,
     Planter,
+    check_plants,
     parse_plants,
     planted_clock,
 )
@@ -122,6 +123,25 @@ def test_planted_clock():
     assert planted_clock(plants, 1) == PlantedClock(1, -5000.0, ppm=50.0, real_ms=3.0)
     assert planted_clock(plants, 2) == PlantedClock(2, 1.0)
     assert Planter(plants, 1).ms("data", 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("specs", "what"),
+    [
+        (["part=data,ms=1,rank=2"], "rank 2, and there are 2 ranks"),
+        (["clock=1,rank=7"], "rank 7, and there are 2 ranks"),
+        (["part=data,ms=1,level_dp=4"], "dp 4, and no level has it"),
+        (["clock=1,rank=1", "clock=2,rank=1"], "rank 1 is planted twice"),
+    ],
+)
+def test_what_can_fall_on_nothing_is_refused(specs, what):
+    with pytest.raises(UsageError, match=what):
+        check_plants(parse_plants(specs), 2, (1, 2))
+
+
+def test_what_can_apply_passes():
+    specs = ["part=data,ms=1,rank=1,level_dp=2", "clock=1,rank=1", "loss=dp", "sync=always"]
+    check_plants(parse_plants(specs), 2, (1, 2))
 
 
 def test_planter_sleeps_for_real():
