@@ -27,6 +27,7 @@ NAME = "ddp-profiler"
 
 _COMMANDS = {
     "analyze": "Show where the step time of a run went.",
+    "study": "Launch a training script at several dp and compare.",
     "merge": "Join the folders that nodes without a shared file system kept.",
 }
 

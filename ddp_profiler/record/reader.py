@@ -14,11 +14,8 @@ import pyarrow as pa
 
 from ddp_profiler.errors import InputError
 from ddp_profiler.record import paths
-from ddp_profiler.record.writer import SPAN_SCHEMA
+from ddp_profiler.record.writer import NULL, SPAN_SCHEMA
 from ddp_profiler.schema import NULLABLE_SPAN_COLUMNS, SCHEMA_VERSION, RunInfo
-
-NULL = np.iinfo(np.int64).min
-"""Stands for null in the columns of :class:`RankSpans`."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class RankSpans:
     Attributes:
         rank: Global rank.
         columns: One array of shape [span] for each of ``schema.SPAN_COLUMNS``;
-            null is :data:`NULL` (nullable columns are int64).
+            null is ``writer.NULL`` (nullable columns are int64).
         run_id: The run that the stream says it belongs to.
         complete: Whether the stream was ended; false after a crash.
     """

@@ -7,11 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from ddp_profiler.errors import UsageError
 from ddp_profiler.record import paths
 from ddp_profiler.schema import NULLABLE_SPAN_COLUMNS, SCHEMA_VERSION, SPAN_COLUMNS, RunInfo
+
+NULL = np.iinfo(np.int64).min
+"""Stands for null where spans are columns of whole numbers."""
 
 SPAN_SCHEMA = pa.schema(
     [
@@ -59,6 +64,19 @@ class SpanWriter:
     def write(self, columns: Mapping[str, Sequence[int | None]]) -> None:
         """Writes one batch of spans: a sequence for each of ``SPAN_COLUMNS``, of equal length."""
         arrays = [pa.array(columns[field.name], type=field.type) for field in SPAN_SCHEMA]
+        self._stream.write_batch(pa.record_batch(arrays, schema=SPAN_SCHEMA))
+
+    def write_columns(self, columns: Mapping[str, npt.NDArray[np.int64]]) -> None:
+        """Writes spans as a reader has them: arrays of shape [span], null as :data:`NULL`."""
+        arrays = [
+            pa.array(
+                columns[field.name],
+                type=field.type,
+                mask=columns[field.name] == NULL if field.nullable else None,
+                safe=False,
+            )
+            for field in SPAN_SCHEMA
+        ]
         self._stream.write_batch(pa.record_batch(arrays, schema=SPAN_SCHEMA))
 
     def close(self) -> None:

@@ -1,0 +1,120 @@
+"""``ddp-profiler study``: a training script at several dp, one launch each, analysed together."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import click
+
+from ddp_profiler.cli import NAME, write_out
+from ddp_profiler.config import parse_numbers
+
+
+@click.command(
+    "study", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False}
+)
+@click.option(
+    "--dp",
+    required=True,
+    callback=lambda _, __, text: parse_numbers("--dp", text),
+    help="Data-parallel sizes to launch, such as 1,2,4.",
+)
+@click.option(
+    "--keep-global-batch",
+    metavar="ARG",
+    help="The script's own argument for its batch on a rank, or for its accumulation. Its value "
+    "is meant for dp = 1 and is divided by dp: the global batch stays (strong scaling).",
+)
+@click.option(
+    "--steps",
+    type=int,
+    default=20,
+    show_default=True,
+    help="Steps to observe, each of plain and instrumented ones.",
+)
+@click.option("--warmup", type=int, default=5, show_default=True, help="Steps before that.")
+@click.option("--module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
+@click.option(
+    "--batch-dim",
+    type=int,
+    default=0,
+    show_default=True,
+    help="The dimension of the model's first input that counts samples.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Run folder to create. Default: a fresh one below runs/.",
+)
+@click.argument(
+    "script", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- SCRIPT [ARGS]..."
+)
+def command(
+    dp: tuple[int, ...],
+    keep_global_batch: str | None,
+    steps: int,
+    warmup: int,
+    module: bool,
+    batch_dim: int,
+    out: Path | None,
+    script: tuple[str, ...],
+) -> None:
+    """Launch SCRIPT once for each dp, on this machine, and compare.
+
+    Each launch is a torchrun of its own, with ports of its own, and with the same number
+    of threads a rank. The script needs no change. What the launches print is kept in
+    RUN/launches/; the table at the end compares them as a built-in study would.
+
+    \b
+    Examples:
+        ddp-profiler study --dp 1,2,4 -- train.py --lr 3e-4
+        ddp-profiler study --dp 1,2 --keep-global-batch --batch-size \\
+            -- train.py --batch-size 64
+    """  # noqa: D301 (click needs the character itself)
+    from ddp_profiler import launches
+    from ddp_profiler.errors import UsageError
+    from ddp_profiler.load import load_summary
+    from ddp_profiler.record import paths, writer
+    from ddp_profiler.record.launches import join_launches
+    from ddp_profiler.report import console, plots
+
+    if min(dp) < 1:
+        raise UsageError(f"--dp {min(dp)} is below 1.", "Give sizes such as --dp 1,2,4.")
+    now = datetime.now().astimezone()
+    name = script[0] if module else Path(script[0]).stem
+    folder = out or paths.default_folder(f"{name}-study", now)
+    options = ("--steps", str(steps), "--warmup", str(warmup), "--batch-dim", str(batch_dim))
+    planned = launches.plan_launches(
+        dp, folder, script, (*options, *(("--module",) if module else ())), keep_global_batch
+    )
+    paths.claim_folder(folder)
+    environ = launches.environment(max(dp), _tell)
+    done = []
+    try:
+        for number, launch in enumerate(planned, 1):
+            _tell(f"[{number}/{len(planned)}] dp {launch.dp} ...")
+            begin = time.monotonic()
+            launches.run_launch(launch, environ)
+            _tell(f"[{number}/{len(planned)}] dp {launch.dp}  {time.monotonic() - begin:.1f} s")
+            done.append(launch.folder)
+    finally:
+        # What was measured before a launch failed is kept and can be read.
+        if not done:
+            paths.release_folder(folder)
+        else:
+            settings = {"dp": list(dp), "keep_global_batch": keep_global_batch}
+            join_launches(done, folder, settings, now)
+    summary = load_summary(folder)
+    writer.write_json(paths.summary_file(folder), summary)
+    saved = plots.save_all(summary, folder)
+    color = sys.stdout is not None and sys.stdout.isatty()
+    lines = [f"  {path}" for path in (paths.summary_file(folder), *saved)]
+    text = "\n".join([console.render(summary, color=color), *lines, f"Run folder: {folder}", ""])
+    write_out(console.for_encoding(text, getattr(sys.stdout, "encoding", None)))
+
+
+def _tell(text: str) -> None:
+    print(f"{NAME}: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,158 @@
+"""Launches a training script once for each dp, one after the other, each with ports of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_profiler.errors import InputError, UsageError
+
+_END_S = 10.0
+_LAST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a script.
+
+    Attributes:
+        dp: Number of ranks.
+        folder: Its run folder.
+        log: What it prints.
+        command: What is run.
+    """
+
+    dp: int
+    folder: Path
+    log: Path
+    command: tuple[str, ...]
+
+
+def plan_launches(
+    dps: Sequence[int],
+    out: Path,
+    script: Sequence[str],
+    options: Sequence[str],
+    keep_global_batch: str | None,
+) -> tuple[Launch, ...]:
+    """Plans a launch for each dp, from small to large.
+
+    Args:
+        dps: Data-parallel sizes.
+        out: Folder of the study; launches are kept below it.
+        script: The script and its arguments, as for dp = 1.
+        options: Options of the worker.
+        keep_global_batch: The script's own argument for its batch on a rank or its
+            accumulation: it is divided by dp, so that the global batch stays. None: it grows.
+
+    Raises:
+        UsageError: The script does not have that argument, or its value cannot be divided.
+    """
+    launches = []
+    for dp in sorted(set(dps)):
+        folder = out / "launches" / f"dp{dp}"
+        command = (
+            sys.executable,
+            *("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={dp}"),
+            *("-m", "ddp_profiler.run", *options, "--out", str(folder)),
+            *divided(script, keep_global_batch, dp),
+        )
+        launches.append(Launch(dp, folder, out / "launches" / f"dp{dp}.log", command))
+    return tuple(launches)
+
+
+def divided(script: Sequence[str], argument: str | None, dp: int) -> tuple[str, ...]:
+    """Returns a script's words with the value of one argument divided by dp.
+
+    >>> divided(["train.py", "--batch-size", "64", "--lr=1"], "--batch-size", 4)
+    ('train.py', '--batch-size', '16', '--lr=1')
+    >>> divided(["train.py", "--accumulate=8"], "--accumulate", 2)
+    ('train.py', '--accumulate=4')
+
+    Raises:
+        UsageError: There is no such argument, or its value is no multiple of dp.
+    """
+    words = list(script)
+    if argument is None:
+        return tuple(words)
+    for place, word in enumerate(words[1:], start=1):
+        name, equals, value = word.partition("=")
+        if name != argument:
+            continue
+        at = place if equals else place + 1
+        text = value if equals else words[at] if at < len(words) else ""
+        if not text.isdecimal():
+            raise UsageError(
+                f"--keep-global-batch {argument}: its value {text!r} is not a whole number.",
+                "Give it to the script as for dp = 1.",
+            )
+        if int(text) % dp:
+            raise UsageError(
+                f"--keep-global-batch {argument}: {text} cannot be divided by dp {dp}.",
+                f"Choose a multiple of every dp, such as {-(-int(text) // dp) * dp}.",
+            )
+        share = str(int(text) // dp)
+        words[at] = f"{name}={share}" if equals else share
+        return tuple(words)
+    raise UsageError(
+        f"--keep-global-batch {argument}: the script is not given that argument.",
+        f"Add it to the script's arguments with its value for dp = 1, such as {argument} 64.",
+    )
+
+
+def run_launch(launch: Launch, environ: Mapping[str, str]) -> None:
+    """Runs a launch to its end; what it prints goes to its log.
+
+    Raises:
+        InputError: It ended with another code than 0; the log's last lines are in the message.
+        KeyboardInterrupt: It was interrupted; its processes are gone then.
+    """
+    launch.log.parent.mkdir(parents=True, exist_ok=True)
+    with launch.log.open("wb") as log:
+        process = subprocess.Popen(
+            launch.command, stdout=log, stderr=subprocess.STDOUT, env=dict(environ)
+        )
+        try:
+            code = process.wait()
+        except BaseException:
+            _end(process)
+            raise
+    if code:
+        lines = launch.log.read_text(errors="replace").splitlines()
+        own = [line for line in lines if "Error" in line or "error" in line] or lines
+        raise InputError(
+            f"The launch at dp {launch.dp} ended with {code}: {(own or ['no output'])[0].strip()}",
+            f"All that it printed is in {launch.log}.",
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a launch: torchrun passes the signal on to its ranks."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def environment(largest_dp: int, tell: Callable[[str], None]) -> dict[str, str]:
+    """Returns the environment of all launches: the same threads a rank at every dp.
+
+    torchrun gives each rank one thread where there are several, and all cores where there is
+    one: without this, dp = 1 would have more to compute with than the rest.
+    """
+    environ = dict(os.environ)
+    if "OMP_NUM_THREADS" not in environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        threads = max(1, cores // largest_dp)
+        environ["OMP_NUM_THREADS"] = str(threads)
+        tell(f"{threads} thread{'s' if threads > 1 else ''} a rank (OMP_NUM_THREADS chooses)")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        environ.pop(name, None)
+    return environ
