@@ -187,12 +187,20 @@ def _run_delay(pair: _Pair) -> Iterator[str]:
     yield f"stood {mine:.0f} ms/s without a core (others {theirs:.0f}){competitors}"
 
 
-def _preemptions(pair: _Pair) -> Iterator[str]:
-    figures = pair.compare(lambda use: _per_s(use.preemptions, use))
+def _standing_out(
+    pair: _Pair, count: Callable[[MachineUse], int | None], least_per_s: float
+) -> Iterator[tuple[float, float]]:
+    """Yields the rank's rate and the others' where it is higher by both measures."""
+    figures = pair.compare(lambda use: _per_s(count(use), use))
     if figures is None:
         return
     mine, theirs = figures
-    if mine - theirs >= PREEMPTIONS_PER_S and mine >= STANDS_OUT_FACTOR * theirs:
+    if mine - theirs >= least_per_s and mine >= STANDS_OUT_FACTOR * theirs:
+        yield mine, theirs
+
+
+def _preemptions(pair: _Pair) -> Iterator[str]:
+    for mine, theirs in _standing_out(pair, lambda use: use.preemptions, PREEMPTIONS_PER_S):
         yield f"lost its core {mine:.0f} times/s (others {theirs:.0f})"
 
 
@@ -216,11 +224,7 @@ def _cpu_clock(pair: _Pair) -> Iterator[str]:
 
 
 def _faults(pair: _Pair) -> Iterator[str]:
-    figures = pair.compare(lambda use: _per_s(use.major_faults, use))
-    if figures is None:
-        return
-    mine, theirs = figures
-    if mine - theirs >= MAJOR_FAULTS_PER_S and mine >= STANDS_OUT_FACTOR * theirs:
+    for mine, theirs in _standing_out(pair, lambda use: use.major_faults, MAJOR_FAULTS_PER_S):
         yield f"read memory from storage {mine:.0f} times/s (others {theirs:.0f})"
 
 
