@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from ddp_profiler.errors import InputError, UsageError
 
 _END_S = 10.0
-_LAST_LINES = 12
+_EXCEPTION = re.compile(r"(?:\[rank\d+\]: )?[A-Za-z_][\w.]*(?:Error|Exception): ")
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,20 @@ def run_launch(launch: Launch, environ: Mapping[str, str]) -> None:
             _end(process)
             raise
     if code:
-        lines = launch.log.read_text(errors="replace").splitlines()
-        own = [line for line in lines if "Error" in line or "error" in line] or lines
+        cause = _cause(launch.log.read_text(errors="replace").splitlines())
         raise InputError(
-            f"The launch at dp {launch.dp} ended with {code}: {(own or ['no output'])[0].strip()}",
+            f"The launch at dp {launch.dp} ended with {code}: {cause}",
             f"All that it printed is in {launch.log}.",
         )
+
+
+def _cause(lines: Sequence[str]) -> str:
+    """Returns the line of a log that says most: an exception, else our word, else the first."""
+    for wanted in (_EXCEPTION.match, lambda line: line.startswith("ddp_profiler.run: ")):
+        for line in lines:
+            if wanted(line) and "ChildFailedError" not in line:
+                return line.strip()
+    return lines[0].strip() if lines else "no output"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

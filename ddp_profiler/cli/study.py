@@ -78,7 +78,7 @@ def command(
     from ddp_profiler.errors import UsageError
     from ddp_profiler.load import load_summary
     from ddp_profiler.record import paths, writer
-    from ddp_profiler.record.launches import join_launches
+    from ddp_profiler.record.launches import join_launches, read_launch
     from ddp_profiler.report import console, plots
 
     if min(dp) < 1:
@@ -99,6 +99,8 @@ def command(
             begin = time.monotonic()
             launches.run_launch(launch, environ)
             _tell(f"[{number}/{len(planned)}] dp {launch.dp}  {time.monotonic() - begin:.1f} s")
+            # Before it counts: one launch without a level must not cost those before it.
+            read_launch(launch.folder)
             done.append(launch.folder)
     finally:
         # What was measured before a launch failed is kept and can be read.

@@ -14,6 +14,21 @@ from ddp_profiler.record import paths, reader, writer
 from ddp_profiler.schema import SCHEMA_VERSION, LevelFacts, LevelSettings, RunInfo
 
 
+def read_launch(folder: Path) -> RunInfo:
+    """Reads the description of one launch.
+
+    Raises:
+        InputError: It holds no run of one level.
+    """
+    info = reader.read_run_info(folder)
+    if len(info.levels) != 1:
+        raise InputError(
+            f"{folder} holds {len(info.levels)} levels; a launch of a script has one.",
+            "Its log says how it ended.",
+        )
+    return info
+
+
 def join_launches(
     launches: Sequence[Path], out: Path, settings: Mapping[str, Any], now: datetime
 ) -> RunInfo:
@@ -31,13 +46,7 @@ def join_launches(
     Raises:
         InputError: A folder holds no run of one level.
     """
-    infos = [reader.read_run_info(folder) for folder in launches]
-    for folder, info in zip(launches, infos, strict=True):
-        if len(info.levels) != 1:
-            raise InputError(
-                f"{folder} holds {len(info.levels)} levels; a launch of a script has one.",
-                "Its log says how it ended.",
-            )
+    infos = [read_launch(folder) for folder in launches]
     levels = _levels([info.levels[0] for info in infos])
     largest = max(infos, key=lambda info: info.world_size)
     joined = RunInfo(

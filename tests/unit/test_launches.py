@@ -149,3 +149,19 @@ def test_a_launch_without_a_level_is_refused(tmp_path):
     writer.write_run_info(folder, run_info(levels=()))
     with pytest.raises(InputError, match="holds 0 levels"):
         join_launches([folder], tmp_path, {}, NOW)
+
+
+@pytest.mark.parametrize(
+    ("printed", "cause"),
+    [
+        (["W1201 run.py", "  File errors/__init__.py", "[rank0]: ValueError: planted"], "planted"),
+        (["errors.ChildFailedError: x", "ddp_profiler.run: There is no script x."], "no script x"),
+        (["Killed"], "Killed"),
+        ([], "no output"),
+    ],
+)
+def test_the_line_that_says_most_is_the_cause(tmp_path, printed, cause):
+    code = f"import sys; print(*{printed!r}, sep=chr(10)) if {printed!r} else None; sys.exit(1)"
+    launch = Launch(1, tmp_path, tmp_path / "launches" / "dp1.log", (sys.executable, "-c", code))
+    with pytest.raises(InputError, match=cause):
+        run_launch(launch, {})
