@@ -481,6 +481,10 @@ def _verdict(goal: str, bounds: tuple[float, float], found: Estimate, rounds: in
 # What is shown.
 
 
+_COLUMN = 19
+"""Characters of a column; three of them and the names fill 79."""
+
+
 def render(result: Result, raw: dict[str, Any]) -> str:
     """Returns the table, at most 80 columns wide."""
     plan, machine = raw["plan"], raw["machine"]
@@ -491,8 +495,8 @@ def render(result: Result, raw: dict[str, Any]) -> str:
         f"{plan['rounds']} rounds of 3 cases x 3 variants x {plan['block_steps']} steps; "
         "cost [95 % interval]",
         "",
-        f"{'':<22}{'36 ms':>19}{'108 ms':>19}{'36 ms':>19}",
-        f"{'':<22}" + "".join(f"{_buckets(r.case.buckets):>19}" for r in result.cases),
+        _row("", ["36 ms", "108 ms", "36 ms"]),
+        _row("", [_buckets(r.case.buckets) for r in result.cases]),
         _row("plain step, ms", [f"{r.plain_step_us / 1000:.2f}" for r in result.cases]),
         _row("cost of a step, us", [_us(r.cost_us) for r in result.cases]),
         _row("noise, us", [_us(r.noise_us) for r in result.cases]),
@@ -503,7 +507,7 @@ def render(result: Result, raw: dict[str, Any]) -> str:
         _row("CPU noise, us", [_us(r.cpu_noise_us) for r in result.cases]),
         _row("flush, us per step", [f"{r.flush_us:.0f}" for r in result.cases]),
         "",
-        f"{'':<22}{'wall, us':>19}{'CPU, us':>19}",
+        _row("", ["wall, us", "CPU, us"]),
         _row("one more bucket", [_us(result.slope_us), _us(result.cpu_slope_us)]),
         _row("step without buckets", [_us(result.fixed_us), _us(result.cpu_fixed_us)]),
         "",
@@ -525,15 +529,25 @@ def _buckets(count: int) -> str:
 
 
 def _row(name: str, cells: Sequence[str]) -> str:
-    return f"{name:<22}" + "".join(f"{cell:>19}" for cell in cells)
+    return f"{name:<22}" + "".join(f"{cell:>{_COLUMN}}" for cell in cells)
 
 
 def _us(found: Estimate) -> str:
-    return f"{found.value:.0f} [{found.ci95[0]:.0f}, {found.ci95[1]:.0f}]"
+    return _cell(found, 0)
 
 
 def _percent(found: Estimate) -> str:
-    return f"{found.value:.2f} [{found.ci95[0]:.2f}, {found.ci95[1]:.2f}]"
+    return _cell(found, 2)
+
+
+def _cell(found: Estimate, digits: int) -> str:
+    """Returns a value and its interval in one column's width: large ones with fewer digits."""
+    low, high = found.ci95
+    for places in range(digits, -1, -1):
+        text = f"{found.value:.{places}f} [{low:.{places}f}, {high:.{places}f}]"
+        if len(text) < _COLUMN:
+            return text
+    return f"{found.value:.0f} [very wide]"
 
 
 # ----------------------------------------------------------------------------------------------

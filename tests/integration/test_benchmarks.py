@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import re
 import sys
 
 import numpy as np
@@ -111,6 +112,18 @@ def test_a_goal_that_is_missed_or_not_resolved_is_not_shown(overhead):
     assert [v.shown for v in missed.verdicts] == [False, False, False]
     unclear = overhead.analyze(raw_times(overhead, per_step=0, per_bucket=0, noise=20_000))
     assert not any(v.shown for v in unclear.verdicts)
+
+
+@pytest.mark.parametrize("noise", [50, 20_000, 5_000_000])
+def test_table_fits_whatever_the_machine_does(overhead, noise):
+    raw = raw_times(overhead, per_step=100, per_bucket=-3000, noise=noise)
+    raw |= {
+        "machine": {"cores": 2, "load_before": 123.4, "python": "3.11.9"},
+        "torch": "2.13.0+cpu",
+    }
+    text = overhead.render(overhead.analyze(raw), raw)
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.search(r"cost, % of step +-?\d+(\.\d+)? \[", text)
 
 
 def test_orders_balance_place_and_predecessor(overhead):
