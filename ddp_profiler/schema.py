@@ -47,6 +47,13 @@ class SpanKind(IntEnum):
     """An AllReduce in isolation: ``bytes`` reduced, ``index`` its ordinal among equal ones."""
     INTERRUPTION = 12
     """Something in a script's step that is no training; ``index`` is an :class:`Interruption`."""
+    GRADIENT_DIGEST = 13
+    """A point: an optimizer is about to step; ``value`` is a digest of the bits of the gradient
+    of parameter ``index``, 0 where it has none."""
+    BUFFER_DIGEST = 14
+    """A point: an optimizer is about to step; ``value`` is a digest of all buffers' bits."""
+    GRAPH_SEARCH = 15
+    """Inside forward: DDP looks for parameters that the loss does not depend on."""
 
 
 class Interruption(IntEnum):
@@ -92,6 +99,7 @@ SPAN_COLUMNS: tuple[tuple[str, str], ...] = (
     ("end_ns", "int64"),
     ("bytes", "int64"),
     ("samples", "int32"),
+    ("value", "int64"),
 )
 """Columns of a rank's Arrow stream, as (name, Arrow type).
 
@@ -100,10 +108,11 @@ level and repetition; ``micro_step`` counts within the step and is -1 for what
 belongs to the step as a whole. ``index`` is the ordinal of a gradient bucket in
 its micro-step, else -1. Times are integer nanoseconds on the rank's own timeline;
 ``end_ns`` is null where the end was never noticed. ``bytes`` and ``samples`` are
-null where they do not apply.
+null where they do not apply. ``value`` is what the kind says: the tokens of a script's
+``FORWARD``, the parameters that a ``BOOKKEEPING`` map holds as unused on this rank, a digest.
 """
 
-NULLABLE_SPAN_COLUMNS = frozenset({"end_ns", "bytes", "samples"})
+NULLABLE_SPAN_COLUMNS = frozenset({"end_ns", "bytes", "samples", "value"})
 
 
 @dataclass(frozen=True)

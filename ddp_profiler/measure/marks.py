@@ -34,10 +34,11 @@ class OpenSpan:
     nbytes: int
     end: Mark | None = None
     awaited: bool = True
+    value: int | None = None
 
 
-_Span = tuple[int, int, SpanKind, int, Mark, Mark | None, int | None, int | None]
-"""step, micro_step, kind, index, begin, end, nbytes, samples."""
+_Span = tuple[int, int, SpanKind, int, Mark, Mark | None, int | None, int | None, int | None]
+"""step, micro_step, kind, index, begin, end, nbytes, samples, value."""
 
 
 class Recorder:
@@ -84,9 +85,12 @@ class Recorder:
         index: int = -1,
         nbytes: int | None = None,
         samples: int | None = None,
+        value: int | None = None,
     ) -> None:
         """Records a span of the current micro-step."""
-        self._spans.append((self.step, self.micro_step, kind, index, begin, end, nbytes, samples))
+        self._spans.append(
+            (self.step, self.micro_step, kind, index, begin, end, nbytes, samples, value)
+        )
 
     def step_span(
         self, begin: Mark, end: Mark, *, micro_steps: int = -1, samples: int | None = None
@@ -99,12 +103,14 @@ class Recorder:
             micro_steps: Backward calls in it, where they were counted.
             samples: Samples that entered forward in it, where they were counted.
         """
-        self._spans.append((self.step, -1, SpanKind.STEP, micro_steps, begin, end, None, samples))
+        self._spans.append(
+            (self.step, -1, SpanKind.STEP, micro_steps, begin, end, None, samples, None)
+        )
 
-    def point(self, kind: SpanKind, index: int = -1) -> None:
+    def point(self, kind: SpanKind, index: int = -1, value: int | None = None) -> None:
         """Records a point in time of the current micro-step."""
         mark = self.mark()
-        self._spans.append((self.step, self.micro_step, kind, index, mark, mark, None, None))
+        self._spans.append((self.step, self.micro_step, kind, index, mark, mark, None, None, value))
 
     def hand_over(self, kind: SpanKind, nbytes: int) -> OpenSpan:
         """Records that a collective is handed to the backend now.
@@ -135,7 +141,7 @@ class Recorder:
         time_ns = self.timeline.time_ns
         level, repetition, block, variant = self._place
         spans += [
-            (c.step, c.micro_step, c.kind, c.index, c.begin, c.end, c.nbytes, None)
+            (c.step, c.micro_step, c.kind, c.index, c.begin, c.end, c.nbytes, None, c.value)
             for c in collectives
         ]
         rows = [
@@ -148,8 +154,9 @@ class Recorder:
                 None if end is None else time_ns(end),
                 nbytes,
                 samples,
+                value,
             )
-            for step, micro_step, kind, index, begin, end, nbytes, samples in spans
+            for step, micro_step, kind, index, begin, end, nbytes, samples, value in spans
         ]
         # A mark may end one span and begin the next: release it once.
         marks = {id(m): m for span in spans for m in span[4:6] if m is not None}

@@ -119,7 +119,10 @@ def read_rank(folder: Path, rank: int) -> RankSpans:
             f"{path} is not a span stream: {cause}.",
             "The file is damaged or was not written by ddp_profiler.",
         ) from None
-    table = pa.Table.from_batches(batches, schema=SPAN_SCHEMA)
+    table = pa.concat_tables(
+        [SPAN_SCHEMA.empty_table(), *(pa.Table.from_batches([batch]) for batch in batches)],
+        promote_options="default",
+    )
     columns = {name: _to_numpy(table, name) for name in SPAN_SCHEMA.names}
     return RankSpans(rank=rank, run_id=run_id, columns=columns, complete=complete)
 
@@ -143,7 +146,9 @@ def _check_schema(path: Path, schema: pa.Schema, rank: int) -> None:
             f"{path} has schema version {version}; this version reads {SCHEMA_VERSION}.",
             "Read it with the version of ddp_profiler that wrote it.",
         )
-    if not schema.equals(SPAN_SCHEMA):
+    # Records of earlier versions lack the columns that came later, which may all be null.
+    known = [f for f in SPAN_SCHEMA if not f.nullable or f.name in schema.names]
+    if not schema.equals(pa.schema(known)):
         raise InputError(f"{path} has other columns than a span stream.", "The file is damaged.")
     if metadata.get(b"rank") != str(rank).encode():
         raise InputError(

@@ -25,6 +25,7 @@ class Spans:
             "index": -1,
             "bytes": None,
             "samples": None,
+            "value": None,
             **place,
         }
 

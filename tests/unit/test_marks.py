@@ -64,13 +64,13 @@ def recorder(sink):
 def test_columns_are_those_of_the_schema(recorder, sink):
     recorder.begin_block(3, 1, 7, Variant.INSTRUMENTED)
     recorder.begin_micro_step(5, 2)
-    recorder.span(SpanKind.FORWARD, 11, 29, samples=8)
+    recorder.span(SpanKind.FORWARD, 11, 29, samples=8, value=512)
     recorder.point(SpanKind.LOCAL_BACKWARD_END)
     recorder.step_span(1, 99)
     recorder.flush()
     assert list(sink.batches[0]) == [name for name, _ in SPAN_COLUMNS]
     place = {"level": 3, "repetition": 1, "block": 7, "variant": 1, "step": 5}
-    nothing = {"index": -1, "bytes": None, "samples": None}
+    nothing = {"index": -1, "bytes": None, "samples": None, "value": None}
     assert sink.rows() == [
         {
             **place,
@@ -80,6 +80,7 @@ def test_columns_are_those_of_the_schema(recorder, sink):
             "begin_ns": 11,
             "end_ns": 29,
             "samples": 8,
+            "value": 512,
         },
         {
             **place,

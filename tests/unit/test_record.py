@@ -387,3 +387,18 @@ def test_nullable_columns_become_int64(run):
 def test_a_record_that_cannot_be_opened_is_wrong_usage(tmp_path):
     with pytest.raises(UsageError, match=r"rank-00003\.arrows cannot be written: No such file"):
         writer.SpanWriter(tmp_path / "gone", 3, "run-1")
+
+
+def test_a_record_without_the_columns_that_came_later_is_read(tmp_path):
+    path = paths.rank_file(tmp_path, 0)
+    fields = [field for field in writer.SPAN_SCHEMA if field.name != "value"]
+    schema = pa.schema(
+        fields, metadata={"schema_version": str(SCHEMA_VERSION), "rank": "0", "run_id": "old"}
+    )
+    arrays = [pa.array([1], type=field.type) for field in fields]
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
+        stream.write_batch(pa.record_batch(arrays, schema=schema))
+    spans = reader.read_rank(tmp_path, 0)
+    assert spans.complete
+    assert spans.columns["samples"].tolist() == [1]
+    assert spans.columns["value"].tolist() == [writer.NULL]
