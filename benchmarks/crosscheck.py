@@ -11,23 +11,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from benchkit import (
+    ROOT,
+    Floats,
+    add_file_options,
+    at_least,
+    head,
+    launch,
+    machine_line,
+    read_figures,
+)
 
-Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
 MICRO_BATCH = 4
 GOAL_PERCENT = 5.0
@@ -35,7 +40,6 @@ GOAL_PERCENT = 5.0
 FORMAT_VERSION = 1
 """Of the JSON file. 1: first format."""
 
-_LAUNCH_TIMEOUT_S = 600
 _NULL = np.iinfo(np.int64).min
 
 _HELP = f"""Check the profiler's figures against torch.profiler and DDP's own logger.
@@ -341,11 +345,9 @@ def _figure(name: str, pairs: Sequence[tuple[Floats, Floats]]) -> Figure:
 
 def render(results: Sequence[CaseResult], raw: Mapping[str, Any]) -> str:
     """Returns the table, at most 80 columns wide."""
-    machine = raw["machine"]
     lines = [
         f"The profiler against torch.profiler and DDP's own logger, dp = {RANKS}, gloo on CPU",
-        f"{machine['cores']} cores, load {machine['load_before']:.1f} before, "
-        f"torch {raw['torch']}, Python {machine['python']}",
+        machine_line(raw),
     ]
     for result in results:
         steps = result.figures[0].steps // RANKS
@@ -384,44 +386,13 @@ def measure(steps: int, warmup: int) -> dict[str, Any]:
     Raises:
         RuntimeError: The launch failed.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environ = {key: value for key, value in os.environ.items() if key not in names}
-    environ["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), *filter(None, [environ.get("PYTHONPATH", "")])]
-    )
-    environ["CUDA_VISIBLE_DEVICES"] = ""
-    environ.setdefault("OMP_NUM_THREADS", "1")
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "raw.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc_per_node={RANKS}", str(Path(__file__).resolve())]
-        command += ["--worker", str(out), "--steps", str(steps), "--warmup", str(warmup)]
-        # torch.profiler talks on stdout, where the table goes.
-        done = subprocess.run(
-            command, env=environ, timeout=_LAUNCH_TIMEOUT_S, check=False, stdout=sys.stderr
-        )
-        if done.returncode or not out.exists():
-            raise RuntimeError(f"torchrun ended with {done.returncode}; see its messages above")
+        words: list[str | Path] = [Path(__file__).resolve(), "--worker", out]
+        launch(RANKS, [*words, "--steps", str(steps), "--warmup", str(warmup)])
         raw: dict[str, Any] = json.loads(out.read_text())
-    machine = {
-        "cores": len(os.sched_getaffinity(0)),
-        "load_before": load,
-        "load_after": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-    }
-    created = datetime.now().astimezone().isoformat(timespec="seconds")
-    return {"format_version": FORMAT_VERSION, "created": created, "machine": machine, **raw}
-
-
-def _at_least(least: int) -> Any:
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
-        return int(text)
-
-    return read
+    return {**head(FORMAT_VERSION, load), **raw}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -431,11 +402,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", type=_at_least(2), default=20, help="steps of each case (20)")
-    parser.add_argument("--warmup", type=_at_least(3), default=5, help="steps beforehand (5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write figures, spans and events")
+    parser.add_argument("--steps", type=at_least(2), default=20, help="steps of each case (20)")
+    parser.add_argument("--warmup", type=at_least(3), default=5, help="steps beforehand (5)")
+    add_file_options(parser)
     parser.add_argument("--quick", action="store_true", help="3 steps: a smoke test")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="show a file of --json; no run")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return parser
 
@@ -449,20 +419,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker is not None:
         work(steps, warmup, options.worker)
         return 0
-    if options.json is not None and not options.json.parent.is_dir():
-        parser.error(f"--json: folder {options.json.parent} does not exist")
-    if options.read is not None:
-        try:
-            raw = json.loads(options.read.read_text())
-        except (OSError, ValueError) as error:
-            parser.error(f"--read {options.read}: {error}")
-        if not isinstance(raw, dict) or raw.get("format_version") != FORMAT_VERSION:
-            parser.error(f"--read {options.read}: no file of this benchmark, format 1")
+    raw = read_figures(parser, options, FORMAT_VERSION)
     try:
-        if options.read is None:
+        if raw is None:
             raw = measure(steps, warmup)
         results = analyze(raw)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
+    except RuntimeError as error:
         print(f"crosscheck.py: {error}", file=sys.stderr)
         return 1
     print(render(results, raw))

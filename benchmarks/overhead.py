@@ -14,23 +14,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from benchkit import (
+    Estimate,
+    Floats,
+    add_file_options,
+    at_least,
+    estimate,
+    finite,
+    head,
+    launch,
+    machine_line,
+    read_figures,
+)
 
-Floats = npt.NDArray[np.float64]
-
-ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
 LAYERS = 8
 PARAMETERS = 65536
@@ -48,9 +53,6 @@ LEAST_ROUNDS = 12
 FORMAT_VERSION = 1
 """Of the JSON file. 1: first format."""
 
-_RESAMPLES = 10_000
-_SEED = 20261201
-_LAUNCH_TIMEOUT_S = 1800
 
 _HELP = f"""Measure what the profiler itself costs, on this machine.
 
@@ -275,31 +277,6 @@ def _asdicts(cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A trimmed mean over rounds with its bootstrap intervals.
-
-    Attributes:
-        value: The estimate.
-        ci95: 95 % interval, (low, high).
-        ci90: 90 % interval; its ends are one-sided 95 % bounds.
-    """
-
-    value: float
-    ci95: tuple[float, float]
-    ci90: tuple[float, float]
-
-    def scaled(self, factor: float) -> Estimate:
-        """Returns the estimate in another unit; ``factor`` is above 0."""
-        low, high = self.ci95
-        lower, upper = self.ci90
-        return Estimate(
-            self.value * factor,
-            (low * factor, high * factor),
-            (lower * factor, upper * factor),
-        )
-
-
-@dataclass(frozen=True)
 class CaseResult:
     """What the profiler costs in one case.
 
@@ -364,30 +341,6 @@ class Result:
     cpu_slope_us: Estimate
     cpu_fixed_us: Estimate
     verdicts: tuple[Verdict, ...]
-
-
-def estimate(values: Floats) -> Estimate:
-    """Returns the trimmed mean over rounds with percentile bootstrap intervals over rounds.
-
-    A fifth of the rounds is left out at each end: on a shared machine a few rounds are
-    far off, and a plain mean would be theirs. Tails of the cost itself are cut as well.
-
-    Args:
-        values: One value for each round, shape [round].
-    """
-    random = np.random.default_rng(_SEED)
-    picked = random.integers(0, len(values), size=(_RESAMPLES, len(values)))
-    means = _trimmed_mean(values[picked])
-    low, lower, upper, high = (float(x) for x in np.percentile(means, [2.5, 5, 95, 97.5]))
-    return Estimate(float(_trimmed_mean(values)), (low, high), (lower, upper))
-
-
-def _trimmed_mean(values: Floats) -> Floats:
-    """Returns the mean over the last axis without its lowest and highest fifth."""
-    cut = values.shape[-1] // 5
-    kept = np.sort(values, axis=-1)[..., cut : values.shape[-1] - cut]
-    mean: Floats = np.asarray(kept.mean(axis=-1))
-    return mean
 
 
 def analyze(raw: dict[str, Any]) -> Result:
@@ -487,11 +440,10 @@ _COLUMN = 19
 
 def render(result: Result, raw: dict[str, Any]) -> str:
     """Returns the table, at most 80 columns wide."""
-    plan, machine = raw["plan"], raw["machine"]
+    plan = raw["plan"]
     lines = [
         f"Overhead of the profiler: timed workload, {LAYERS} layers, dp = {RANKS}, gloo on CPU",
-        f"{machine['cores']} cores, load {machine['load_before']:.1f} before, "
-        f"torch {raw['torch']}, Python {machine['python']}",
+        machine_line(raw),
         f"{plan['rounds']} rounds of 3 cases x 3 variants x {plan['block_steps']} steps; "
         "cost [95 % interval]",
         "",
@@ -533,21 +485,11 @@ def _row(name: str, cells: Sequence[str]) -> str:
 
 
 def _us(found: Estimate) -> str:
-    return _cell(found, 0)
+    return found.cell(0, _COLUMN)
 
 
 def _percent(found: Estimate) -> str:
-    return _cell(found, 2)
-
-
-def _cell(found: Estimate, digits: int) -> str:
-    """Returns a value and its interval in one column's width: large ones with fewer digits."""
-    low, high = found.ci95
-    for places in range(digits, -1, -1):
-        text = f"{found.value:.{places}f} [{low:.{places}f}, {high:.{places}f}]"
-        if len(text) < _COLUMN:
-            return text
-    return f"{found.value:.0f} [very wide]"
+    return found.cell(2, _COLUMN)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -560,48 +502,20 @@ def measure(plan: Plan) -> dict[str, Any]:
     Raises:
         RuntimeError: The launch failed.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environ = {key: value for key, value in os.environ.items() if key not in names}
-    environ["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), *filter(None, [environ.get("PYTHONPATH", "")])]
-    )
-    environ["CUDA_VISIBLE_DEVICES"] = ""
-    environ.setdefault("OMP_NUM_THREADS", "1")
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "raw.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc_per_node={RANKS}", str(Path(__file__).resolve())]
-        command += ["--worker", str(out), "--rounds", str(plan.rounds)]
-        command += ["--block-steps", str(plan.block_steps), "--warmup", str(plan.warmup)]
-        done = subprocess.run(command, env=environ, timeout=_LAUNCH_TIMEOUT_S, check=False)
-        if done.returncode or not out.exists():
-            raise RuntimeError(f"torchrun ended with {done.returncode}; see its messages above")
+        words: list[str | Path] = [
+            Path(__file__).resolve(),
+            "--worker",
+            out,
+            "--rounds",
+            str(plan.rounds),
+        ]
+        words += ["--block-steps", str(plan.block_steps), "--warmup", str(plan.warmup)]
+        launch(RANKS, words)
         raw: dict[str, Any] = json.loads(out.read_text())
-    machine = {
-        "cores": len(os.sched_getaffinity(0)),
-        "load_before": load,
-        "load_after": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-    }
-    created = datetime.now().astimezone().isoformat(timespec="seconds")
-    return {
-        "format_version": FORMAT_VERSION,
-        "created": created,
-        "plan": asdict(plan),
-        "machine": machine,
-        **raw,
-    }
-
-
-def _at_least(least: int) -> Any:
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
-        return int(text)
-
-    return read
+    return {**head(FORMAT_VERSION, load), "plan": asdict(plan), **raw}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -612,15 +526,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--rounds", type=_at_least(2), default=36, help="rounds (36); a multiple of 6 balances"
+        "--rounds", type=at_least(2), default=36, help="rounds (36); a multiple of 6 balances"
     )
-    parser.add_argument(
-        "--block-steps", type=_at_least(2), default=10, help="steps in a block (10)"
-    )
-    parser.add_argument("--warmup", type=_at_least(3), default=20, help="steps beforehand (20)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write figures and raw times")
+    parser.add_argument("--block-steps", type=at_least(2), default=10, help="steps in a block (10)")
+    parser.add_argument("--warmup", type=at_least(3), default=20, help="steps beforehand (20)")
+    add_file_options(parser)
     parser.add_argument("--quick", action="store_true", help="2 rounds of 3 steps: a smoke test")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="show a file of --json; no run")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return parser
 
@@ -635,36 +546,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker is not None:
         work(plan, options.worker)
         return 0
-    if options.json is not None and not options.json.parent.is_dir():
-        parser.error(f"--json: folder {options.json.parent} does not exist")
-    if options.read is not None:
-        try:
-            raw = json.loads(options.read.read_text())
-        except (OSError, ValueError) as error:
-            parser.error(f"--read {options.read}: {error}")
-        if not isinstance(raw, dict) or raw.get("format_version") != FORMAT_VERSION:
-            parser.error(f"--read {options.read}: no file of this benchmark, format 1")
-    else:
+    raw = read_figures(parser, options, FORMAT_VERSION)
+    if raw is None:
         try:
             raw = measure(plan)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
+        except RuntimeError as error:
             print(f"overhead.py: {error}", file=sys.stderr)
             return 1
     result = analyze(raw)
     print(render(result, raw))
     if options.json is not None:
-        raw["result"] = _finite(asdict(result))
+        raw["result"] = finite(asdict(result))
         options.json.write_text(json.dumps(raw) + "\n")
     return 0
-
-
-def _finite(value: Any) -> Any:
-    """Returns the value with null for what JSON cannot hold: an open bound."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Starts the product's own commands as a user would."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -48,6 +49,16 @@ def run_command(argv, *, cwd=None, env=None, timeout=170):
         check=False,
     )
     return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def load_benchmark(name):
+    """Returns a benchmark as a module, to try its arithmetic on figures of ours."""
+    folder = str(ROOT / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
 
 
 @pytest.fixture(scope="session")

@@ -1,28 +1,20 @@
 """The benchmarks run and give all that they promise; no figure of theirs is judged here."""
 
-import importlib.util
 import itertools
 import json
 import re
-import sys
 
 import numpy as np
 import pytest
 
-from tests.integration.conftest import ROOT, run_command
+from tests.integration.conftest import ROOT, load_benchmark, run_command
 
 SCRIPT = ROOT / "benchmarks" / "overhead.py"
 
 
 @pytest.fixture(scope="module")
 def overhead():
-    """The benchmark as a module, to try its arithmetic on times of ours."""
-    spec = importlib.util.spec_from_file_location("overhead", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["overhead"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["overhead"]
+    return load_benchmark("overhead")
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,11 @@
 """The cross-check runs, and finds differences that are planted in spans and events."""
 
-import importlib.util
 import json
-import sys
 
 import pytest
 
 from ddp_profiler.schema import SPAN_COLUMNS
-from tests.integration.conftest import ROOT, run_command
+from tests.integration.conftest import ROOT, load_benchmark, run_command
 from tests.unit.span_columns import NULL, Spans
 
 SCRIPT = ROOT / "benchmarks" / "crosscheck.py"
@@ -15,13 +13,7 @@ SCRIPT = ROOT / "benchmarks" / "crosscheck.py"
 
 @pytest.fixture(scope="module")
 def crosscheck():
-    """The benchmark as a module, to try its arithmetic on spans and events of ours."""
-    spec = importlib.util.spec_from_file_location("crosscheck", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["crosscheck"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["crosscheck"]
+    return load_benchmark("crosscheck")
 
 
 def raw(events_ms, *, loss_ms=5, steps=3):

@@ -1,22 +1,15 @@
 """The accuracy page's judgement: right figures hold, wrong or missing ones do not."""
 
-import importlib
-import sys
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from tests.integration.conftest import load_benchmark
 
 
 @pytest.fixture(scope="module")
 def page():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield importlib.import_module("accuracy")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return load_benchmark("accuracy")
 
 
 def parts(**changes):
