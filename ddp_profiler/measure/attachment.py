@@ -38,6 +38,10 @@ _SAVERS = (
     ("torch", "save"),
     ("safetensors.torch", "save_file"),
     ("torch.distributed.checkpoint", "save"),
+    # What these call: it is seen also where they have been imported by name, as by transformers.
+    ("torch.serialization", "_save"),
+    ("safetensors.torch", "serialize_file"),
+    ("torch.distributed.checkpoint.state_dict_saver", "_save_state_dict"),
 )
 
 
@@ -284,10 +288,20 @@ class Attachment:
 
     def _on_fetch(self, original: Any, args: Any, keywords: Any) -> Any:
         begin = self._guard(self._begin_act)
-        outermost, batch = self._outermost("fetch", lambda: original(*args, **keywords))
+        try:
+            outermost, batch = self._outermost("fetch", lambda: original(*args, **keywords))
+        except StopIteration:
+            if begin is not None:
+                self._guard(self.tracker.exhausted)
+            raise
         if outermost and begin is not None:
-            self._guard(lambda: self.tracker.fetched(begin, self.recorder.mark()))
+            self._guard(self._end_fetch, begin)
         return batch
+
+    def _end_fetch(self, begin: Any) -> None:
+        # Frameworks evaluate the module inside DDP, whose calls are not seen.
+        evaluates = not torch.is_grad_enabled() or not any(d.module.training for d in self.ddps)
+        self.tracker.fetched(begin, self.recorder.mark(), evaluates=evaluates)
 
     def _begin_act(self) -> Any:
         self.tracker.act()

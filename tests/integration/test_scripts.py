@@ -151,17 +151,20 @@ def test_evaluation_and_checkpoint_are_named_and_left_out(observed):
     run = observed(2, "evaluation")
     level = run.level("script")
     evaluation, saving = level["notes"][:2]
-    assert evaluation.startswith("1 of 8 steps hold calls of the model without gradients (mean ")
+    assert evaluation.startswith("1 of 8 steps hold evaluation (mean ")
     assert evaluation.endswith("and are left out of all figures: step 5.")
     assert saving.startswith("1 of 8 steps hold saving (mean ")
     assert saving.endswith("and are left out of all figures: step 8.")
     assert (level["steps"], level["ranks"][0]["steps"]) == (3, 3)
     spans = reader.read_rank(run.folder, 0).columns
     is_one = spans["kind"] == SpanKind.INTERRUPTION
-    assert spans["index"][is_one].tolist() == [*2 * [Interruption.EVALUATION], 1]
-    assert spans["step"][is_one].tolist() == [5, 5, 8]
-    # The saving is in a plain step.
-    assert spans["variant"][is_one].tolist() == [*2 * [Variant.INSTRUMENTED], Variant.PLAIN]
+    # Two batches are fetched for the evaluation, and the model is called with each.
+    evaluated = spans["index"][is_one] == Interruption.EVALUATION
+    assert evaluated.tolist().count(True) == 4
+    assert spans["step"][is_one].tolist() == [5 if one else 8 for one in evaluated]
+    # The saving is in a plain step, and counts once for all that torch calls for it.
+    assert spans["variant"][is_one][evaluated].tolist() == 4 * [Variant.INSTRUMENTED]
+    assert spans["variant"][is_one][~evaluated].tolist() == [Variant.PLAIN]
 
 
 def test_buffer_broadcasts_are_seen(observed):
