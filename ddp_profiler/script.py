@@ -32,6 +32,7 @@ from ddp_profiler.measure.attachment import Attachment
 from ddp_profiler.measure.leave import leave, leave_by
 from ddp_profiler.measure.loop import block_plan
 from ddp_profiler.measure.marks import Recorder
+from ddp_profiler.measure.other_training import describe
 from ddp_profiler.measure.script_board import ScriptBoard
 from ddp_profiler.measure.steps import typical
 from ddp_profiler.measure.study import make_timeline
@@ -265,11 +266,7 @@ class ScriptRun:
                 self._keep_for_rank_0(end)
             return
         if not built and not failure:
-            self._say(
-                "the script never built DistributedDataParallel, so there is nothing to split; "
-                "FSDP, DataParallel and training without either are not observed. Without SCRIPT, "
-                "a built-in model is measured."
-            )
+            self._say(describe(self._attachment.elsewhere, self._topology.world_size))
         self._board.await_all("ended", _OTHERS_OF_A_FAILURE_S if failure else _OTHERS_S)
         ends = {r: self._board.find(f"ended/{r}", _End) for r in range(self._topology.world_size)}
         failed = sorted(

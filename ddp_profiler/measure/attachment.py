@@ -29,6 +29,7 @@ from ddp_profiler.measure import backward, ddp_adapter
 from ddp_profiler.measure.backward import BackwardWatch
 from ddp_profiler.measure.batches import number_of_samples
 from ddp_profiler.measure.marks import Recorder
+from ddp_profiler.measure.other_training import OtherTraining
 from ddp_profiler.measure.steps import StepTracker
 from ddp_profiler.measure.untraced import skip_frame
 from ddp_profiler.schema import Interruption, SpanKind, Variant
@@ -88,6 +89,8 @@ class Attachment:
         self._handles: list[Any] = []
         self._stepping: list[tuple[Any, int]] = []
         self._user_hooks: Any = None
+        self.elsewhere = OtherTraining()
+        """What the script trains with before it builds any, and if it never does."""
         self.installed = False
 
     # -- putting in and taking out ------------------------------------------------------------
@@ -98,9 +101,11 @@ class Attachment:
         self._user_hooks = ddp_adapter.installed()
         self._user_hooks.__enter__()
         self._replace(DDP, "__init__", self._on_init)
+        self.elsewhere.install()
 
     def _start(self, device: torch.device) -> None:
         """Begins to observe training on a device."""
+        self.elsewhere.uninstall()
         self.recorder = self._make_recorder(device)
         self._watch = BackwardWatch(self.recorder)
         self.tracker = StepTracker(self.recorder, self._plan, self._switch)
@@ -128,6 +133,7 @@ class Attachment:
         if not self.installed:
             return
         self.installed = False
+        self.elsewhere.uninstall()
         for owner, name, original, ours in reversed(self._replaced):
             # Whoever has put something around ours meanwhile keeps it; ours only passes on then.
             if vars(owner).get(name) is ours:

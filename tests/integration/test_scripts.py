@@ -236,11 +236,20 @@ def test_surroundings_are_those_of_python(tmp_path, words):
     assert run.level("script")["batch_check"]["observed"] == 2
 
 
-def test_a_script_without_ddp(tmp_path):
-    run = observe(tmp_path / "run", 1, SCRIPTS / "without_ddp.py")
-    assert (run.code, run.out) == (0, "trained\n")
-    assert len(run.err.splitlines()) == 1
-    assert "never built DistributedDataParallel" in run.err
+@pytest.mark.parametrize(
+    ("ranks", "how", "said"),
+    [
+        (1, "plain", "it trains without anything of the kind (3 steps of AdamW)."),
+        (2, "fully_shard", "fully_shard (FSDP2) (3 steps of AdamW, on each of 2 ranks), which is"),
+    ],
+)
+def test_a_script_without_ddp(tmp_path, ranks, how, said):
+    run = observe(tmp_path / "run", ranks, SCRIPTS / "without_ddp.py", how)
+    assert (run.code, run.out) == (0, ranks * "trained\n"), run.err
+    (text,) = re.findall(r"ddp_profiler.run: (the script never built .*\n.*\n)", run.err)
+    assert said in text
+    assert ("--model package.module:factory" in text) == (how == "plain")
+    assert run.err.count("ddp_profiler.run: ") == 1
     assert run.run_info["levels"] == []
 
 
