@@ -59,6 +59,15 @@ class RunKeeper:
         self.folder, self.info = folder, info
         self.update()
 
+    def claim_default(self, name: str, now: datetime, info: RunInfo, below: Path = Path()) -> None:
+        """Claims a fresh folder in ``below``/runs/ for a run and describes the run there.
+
+        Raises:
+            UsageError: It cannot be written.
+        """
+        self.folder, self.info = paths.claim_default_folder(name, now, below), info
+        self.update()
+
     def update(self, **changes: Any) -> None:
         """Writes ``run.json`` with some fields changed, where this rank keeps one."""
         with self._lock:

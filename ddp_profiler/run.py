@@ -160,10 +160,11 @@ class _Worker:
         self._keeper = keeper.RunKeeper(topology.rank)
         if topology.rank == 0:
             now = datetime.now().astimezone()
-            self._keeper.claim(
-                self.config.out or paths.default_folder(workload.name, now),
-                keeper.describe(self.config, workload, topology.world_size, self.levels, now),
-            )
+            info = keeper.describe(self.config, workload, topology.world_size, self.levels, now)
+            if self.config.out is None:
+                self._keeper.claim_default(workload.name, now, info)
+            else:
+                self._keeper.claim(self.config.out, info)
         return device, workload
 
     def _measure(self, device: Any, workload: Any) -> int:

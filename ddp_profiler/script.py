@@ -117,9 +117,11 @@ class ScriptRun:
         name = config.script if config.module else Path(config.script).stem
         if rank == 0:
             now = datetime.now().astimezone()
-            folder = (config.out or paths.default_folder(name, now)).absolute()
             description = describe_script(config, self._topology.world_size, name, now)
-            self._keeper.claim(folder, description)
+            if config.out is None:
+                self._keeper.claim_default(name, now, description, Path.cwd())
+            else:
+                self._keeper.claim(config.out.absolute(), description)
         self._board = ScriptBoard(self._topology, config.timeout_s)
         if rank == 0:
             self._board.publish("run", (str(self._keeper.folder), self._keeper.info))

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -251,6 +252,22 @@ def test_a_script_without_ddp(tmp_path, ranks, how, said):
     assert ("--model package.module:factory" in text) == (how == "plain")
     assert run.err.count("ddp_profiler.run: ") == 1
     assert run.run_info["levels"] == []
+
+
+def test_two_runs_at_once_in_one_folder(tmp_path):
+    def start(_):
+        ours = ("-m", "ddp_profiler.run", "--steps", 2, "--warmup", 2)
+        return launch(1, *ours, SCRIPTS / "train.py", "plain", cwd=tmp_path)
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(start, range(2)))
+    folders = [re.search(r"Run folder: (.+)", run.err) for run in runs]
+    assert all(folders), [run.err[-2000:] for run in runs]
+    assert len({found[1] for found in folders}) == 2
+    for run, found in zip(runs, folders, strict=True):
+        run.folder = Path(found[1])
+        assert run.level("script")["batch_check"]["observed"] == 4
+        assert run.folder.parent == tmp_path / "runs"
 
 
 def test_nothing_is_left_after_the_observed_steps(tmp_path):
