@@ -253,7 +253,7 @@ class _Worker:
             session.publish("run", (str(keeper.folder), keeper.info))
         folder_name, described = session.learn("run", tuple[str, RunInfo])
         folder = Path(folder_name)
-        parts = keeper.settle(session, folder, described)
+        parts = keeper.settle(session, self.topology.world_size, folder, described)
         phase.name = "describing the run"
         collection = PartsCollection(session, parts, folder, _say)
         clock = local_clock(planted_clock(parse_plants(config.plants), rank))
