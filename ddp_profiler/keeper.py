@@ -22,7 +22,7 @@ from ddp_profiler._version import __version__
 from ddp_profiler.config import ScriptConfig, StudyConfig
 from ddp_profiler.errors import InputError, UsageError
 from ddp_profiler.measure import collect
-from ddp_profiler.measure.folders import settle_folders
+from ddp_profiler.measure.folders import Board, settle_folders
 from ddp_profiler.measure.session import Session
 from ddp_profiler.record import parts as record_parts
 from ddp_profiler.record import paths, writer
@@ -59,6 +59,15 @@ class RunKeeper:
         self.folder, self.info = folder, info
         self.update()
 
+    def claim_default(self, name: str, now: datetime, info: RunInfo, below: Path = Path()) -> None:
+        """Claims a fresh folder in ``below``/runs/ for a run and describes the run there.
+
+        Raises:
+            UsageError: It cannot be written.
+        """
+        self.folder, self.info = paths.claim_default_folder(name, now, below), info
+        self.update()
+
     def update(self, **changes: Any) -> None:
         """Writes ``run.json`` with some fields changed, where this rank keeps one."""
         with self._lock:
@@ -78,8 +87,16 @@ class RunKeeper:
                 self.folder = self.info = None
             return self.folder is None
 
-    def settle(self, session: Session, folder: Path, described: RunInfo) -> tuple[RecordPart, ...]:
+    def settle(
+        self, board: Board, world_size: int, folder: Path, described: RunInfo
+    ) -> tuple[RecordPart, ...]:
         """Finds this rank's folder: the run's own, or one that this node claims for the run.
+
+        Args:
+            board: Makes values known between ranks; all ranks call this alike.
+            world_size: Number of ranks.
+            folder: The run folder.
+            described: The run as rank 0 describes it.
 
         Returns:
             The folders in use, the same on every rank; empty if all ranks see one.
@@ -89,8 +106,8 @@ class RunKeeper:
         """
         try:
             return settle_folders(
-                session,
-                session.topology.world_size,
+                board,
+                world_size,
                 socket.gethostname(),
                 folder,
                 lambda: record_parts.keeper_of(folder, described.run_id),

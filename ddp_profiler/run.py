@@ -160,10 +160,11 @@ class _Worker:
         self._keeper = keeper.RunKeeper(topology.rank)
         if topology.rank == 0:
             now = datetime.now().astimezone()
-            self._keeper.claim(
-                self.config.out or paths.default_folder(workload.name, now),
-                keeper.describe(self.config, workload, topology.world_size, self.levels, now),
-            )
+            info = keeper.describe(self.config, workload, topology.world_size, self.levels, now)
+            if self.config.out is None:
+                self._keeper.claim_default(workload.name, now, info)
+            else:
+                self._keeper.claim(self.config.out, info)
         return device, workload
 
     def _measure(self, device: Any, workload: Any) -> int:
@@ -252,7 +253,7 @@ class _Worker:
             session.publish("run", (str(keeper.folder), keeper.info))
         folder_name, described = session.learn("run", tuple[str, RunInfo])
         folder = Path(folder_name)
-        parts = keeper.settle(session, folder, described)
+        parts = keeper.settle(session, self.topology.world_size, folder, described)
         phase.name = "describing the run"
         collection = PartsCollection(session, parts, folder, _say)
         clock = local_clock(planted_clock(parse_plants(config.plants), rank))

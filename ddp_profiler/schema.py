@@ -60,7 +60,7 @@ class Interruption(IntEnum):
     """Why a step of a script does not count. Stored as a small integer; never renumber."""
 
     EVALUATION = 0
-    """The model was called without gradients."""
+    """The model was called, or a batch was fetched, without gradients or in evaluation mode."""
     CHECKPOINT = 1
     """Something was saved."""
 

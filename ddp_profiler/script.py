@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shlex
 import signal
 import socket
 import sys
@@ -24,15 +25,19 @@ from typing import Any
 
 import torch
 
+from ddp_profiler import units
 from ddp_profiler.config import ScriptConfig
 from ddp_profiler.errors import EXIT_DONE
 from ddp_profiler.keeper import RunKeeper, describe_script
 from ddp_profiler.measure import environment, kernel
 from ddp_profiler.measure.attachment import Attachment
+from ddp_profiler.measure.clock_sync import local_clock
 from ddp_profiler.measure.leave import leave, leave_by
 from ddp_profiler.measure.loop import block_plan
 from ddp_profiler.measure.marks import Recorder
+from ddp_profiler.measure.other_training import describe
 from ddp_profiler.measure.script_board import ScriptBoard
+from ddp_profiler.measure.script_clocks import ScriptClocks
 from ddp_profiler.measure.steps import typical
 from ddp_profiler.measure.study import make_timeline
 from ddp_profiler.measure.topology import Topology
@@ -43,6 +48,7 @@ from ddp_profiler.schema import (
     LevelSettings,
     ParameterFacts,
     RankPlace,
+    RecordPart,
     RunInfo,
     Variant,
 )
@@ -91,13 +97,16 @@ class ScriptRun:
         self._show = show
         self._keeper = RunKeeper(topology.rank)
         self._board: ScriptBoard
+        self._clocks: ScriptClocks
+        self._parts: tuple[RecordPart, ...] = ()
         self._folder: Path
         self._run_id = ""
         self._stream: writer.SpanWriter | None = None
         self._failure: str | None = None
         self._level: LevelSettings | None = None
         self._facts: LevelFacts | None = None
-        self._environment: dict[str, dict[str, Any]] = {}
+        self._described = False
+        """Whether this rank has described its node."""
         self._attachment = Attachment(
             self._make_recorder,
             _plan(config.warmup, config.steps),
@@ -116,15 +125,24 @@ class ScriptRun:
         name = config.script if config.module else Path(config.script).stem
         if rank == 0:
             now = datetime.now().astimezone()
-            folder = (config.out or paths.default_folder(name, now)).absolute()
             description = describe_script(config, self._topology.world_size, name, now)
-            self._keeper.claim(folder, description)
+            if config.out is None:
+                self._keeper.claim_default(name, now, description, Path.cwd())
+            else:
+                self._keeper.claim(config.out.absolute(), description)
         self._board = ScriptBoard(self._topology, config.timeout_s)
         if rank == 0:
             self._board.publish("run", (str(self._keeper.folder), self._keeper.info))
         folder_name, described = self._board.learn("run", tuple[str, RunInfo])
         self._folder, self._run_id = Path(folder_name), described.run_id
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._parts = self._keeper.settle(
+            self._board, self._topology.world_size, self._folder, described
+        )
+        self._keeper.update(parts=self._parts)
+        self._clocks = ScriptClocks(self._board, self._topology.world_size, local_clock())
+        problem = self._clocks.open()
+        if problem:
+            self._say(f"waiting between hosts will not be told from transfer: {problem}.")
 
     def run(self) -> int:
         """Runs the script and returns its exit code; mostly it ends this process as well."""
@@ -180,9 +198,13 @@ class ScriptRun:
     def _block_begins(self, variant: Variant | None) -> None:
         """Is told between two blocks; what is kept here a run that is killed leaves behind."""
         if variant is Variant.WARMUP and self._level is None and self._trained:
+            # Between blocks of the warm-up: the other ranks wait for what takes time here.
+            self._clocks.compare()
             self._describe(final=False)
             self._keep()
         elif variant is None:
+            self._clocks.compare()
+            self._clocks.close()
             self._describe(final=True)
             self._attachment.let_go()
             self._close_stream()
@@ -220,7 +242,8 @@ class ScriptRun:
             self._step_aside(error)
         try:
             self._end_record(failure)
-            if self._keeper.folder is not None and self._trained and not self._failure:
+            shows = self._topology.rank == 0 and self._trained and not self._failure
+            if shows and self._keeper.folder is not None:
                 self._conclude(self._keeper.folder)
         except Exception as error:
             self._step_aside(error)
@@ -229,10 +252,25 @@ class ScriptRun:
         seen, warmup = self._attachment.tracker.step, self._config.warmup
         if seen > warmup:
             self._show(folder)
+            self._tell_parts(folder)
         else:
             self._say(
                 f"only {seen} optimizer step{'s were' if seen != 1 else ' was'} seen, and the "
                 f"first {warmup} warm up (--warmup): there is nothing to show."
+            )
+
+    def _tell_parts(self, folder: Path) -> None:
+        """Says where the record of other nodes is that do not see rank 0's folder."""
+        kept = [
+            f"{units.ranks(part.ranks)} on {part.hostname} in {shlex.quote(part.folder)}"
+            for part in self._parts
+            if part.keeper != 0
+        ]
+        if kept:
+            self._say(
+                f"other nodes do not see this folder and keep their own: {'; '.join(kept)}.\n"
+                "Copy them to this node and join: ddp-profiler merge "
+                f"{shlex.quote(str(folder))} DIR... --out RUN"
             )
 
     def _end_observing(self) -> None:
@@ -242,8 +280,10 @@ class ScriptRun:
             if attachment.started and not attachment.tracker.done and not self._failure:
                 attachment.tracker.finish()
                 if self._trained:
+                    self._clocks.compare()
                     self._describe(final=True)
         finally:
+            self._clocks.close()
             attachment.uninstall()
             self._close_stream()
 
@@ -261,15 +301,13 @@ class ScriptRun:
             end = _End(_OBSERVING, self._failure or "", socket.gethostname(), time.time())
         self._board.publish(f"ended/{rank}", end)
         if rank != 0:
-            if failure and not self._board.await_one("ended/0", _OTHERS_OF_A_FAILURE_S):
+            if self._keeper.folder is not None:
+                self._keep_part(end)
+            elif failure and not self._board.await_one("ended/0", _OTHERS_OF_A_FAILURE_S):
                 self._keep_for_rank_0(end)
             return
         if not built and not failure:
-            self._say(
-                "the script never built DistributedDataParallel, so there is nothing to split; "
-                "FSDP, DataParallel and training without either are not observed. Without SCRIPT, "
-                "a built-in model is measured."
-            )
+            self._say(describe(self._attachment.elsewhere, self._topology.world_size))
         self._board.await_all("ended", _OTHERS_OF_A_FAILURE_S if failure else _OTHERS_S)
         ends = {r: self._board.find(f"ended/{r}", _End) for r in range(self._topology.world_size)}
         failed = sorted(
@@ -280,6 +318,15 @@ class ScriptRun:
             status="failed" if failed else "complete",
             failures=tuple(Failure(r, e.phase, e.message, e.hostname) for r, e in failed),
         )
+
+    def _keep_part(self, end: _End) -> None:
+        """Completes the description of a folder that this node keeps for itself."""
+        failures = (
+            (Failure(self._topology.rank, end.phase, end.message, end.hostname),)
+            if end.message
+            else ()
+        )
+        self._keep(status="failed" if failures else "complete", failures=failures)
 
     def _keep_for_rank_0(self, end: _End) -> None:
         """Notes a failure in ``run.json`` from another rank: rank 0 trains on, and will be killed.
@@ -295,12 +342,16 @@ class ScriptRun:
             writer.write_run_info(self._folder, replace(info, status="failed", failures=(failure,)))
 
     def _keep(self, **changes: Any) -> None:
-        """Writes what is known so far, on rank 0."""
-        if self._topology.rank == 0:
-            if self._level is not None and self._facts is not None:
-                changes |= {"levels": (self._level,), "facts": (self._facts,)}
-                changes |= {"ranks": self._places(), "environment": self._environment}
-            self._keeper.update(**changes)
+        """Writes what is known so far, on rank 0 and where a node keeps a folder of its own."""
+        if self._keeper.folder is None:
+            return
+        if self._level is not None and self._facts is not None:
+            places = self._places()
+            changes |= {"levels": (self._level,), "facts": (self._facts,), "ranks": places}
+            changes |= {"environment": self._environments(places)}
+            if self._topology.rank == 0:
+                changes |= {"clocks": self._clocks.found()}
+        self._keeper.update(**changes)
 
     def _describe(self, *, final: bool) -> None:
         """Describes what the script turned out to do, by what this rank has seen.
@@ -329,15 +380,24 @@ class ScriptRun:
             placement="packed",
             ranks=tuple(range(self._topology.world_size)),
         )
-        if not self._environment:
-            self._environment = {
-                "0": environment.describe(
-                    next(first.parameters()).device,
-                    torch.get_num_threads(),
-                    self._topology.local_world_size,
-                    first.process_group._get_backend_name().lower(),
-                )
-            }
+        if self._topology.local_rank == 0 and not self._described:
+            self._described = True
+            own = environment.describe(
+                next(first.parameters()).device,
+                torch.get_num_threads(),
+                self._topology.local_world_size,
+                first.process_group._get_backend_name().lower(),
+            )
+            self._board.publish(f"environment/{self._topology.rank}", own)
+
+    def _environments(self, places: tuple[RankPlace, ...]) -> dict[str, dict[str, Any]]:
+        """Returns what the first rank of each node has said of it, by node."""
+        found: dict[str, dict[str, Any]] = {}
+        for place in places:
+            own = self._board.find(f"environment/{place.rank}") if place.local_rank == 0 else None
+            if own is not None:
+                found.setdefault(str(place.node), own)
+        return found
 
     def _places(self) -> tuple[RankPlace, ...]:
         """Returns where the ranks run that have built a model so far."""

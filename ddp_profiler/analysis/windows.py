@@ -17,7 +17,7 @@ from ddp_profiler.schema import Interruption, SpanKind, Variant
 
 _MEASURED = (Variant.PLAIN, Variant.INSTRUMENTED)
 _NAMES = {
-    Interruption.EVALUATION: "calls of the model without gradients",
+    Interruption.EVALUATION: "evaluation",
     Interruption.CHECKPOINT: "saving",
 }
 _STEPS_SHOWN = 8
@@ -51,7 +51,7 @@ class _StepTable:
 def left_out(columns: Sequence[Columns], level: int) -> LeftOut:
     """Returns the steps that are left out of a level's figures.
 
-    A step in which the model was called without gradients, or something was saved, on any
+    A step in which something was evaluated or saved, on any
     rank, is left out; where more than half of the steps are so, it is part of training, and
     they stay. So is a step with fewer micro-steps or samples on any rank than that rank has
     in most of its steps; where no number is that of more than half of them, they stay.

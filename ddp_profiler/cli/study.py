@@ -85,12 +85,20 @@ def command(
         raise UsageError(f"--dp {min(dp)} is below 1.", "Give sizes such as --dp 1,2,4.")
     now = datetime.now().astimezone()
     name = script[0] if module else Path(script[0]).stem
-    folder = out or paths.default_folder(f"{name}-study", now)
     options = ("--steps", str(steps), "--warmup", str(warmup), "--batch-dim", str(batch_dim))
-    planned = launches.plan_launches(
-        dp, folder, script, (*options, *(("--module",) if module else ())), keep_global_batch
-    )
-    paths.claim_folder(folder)
+
+    def plan(folder: Path) -> tuple[launches.Launch, ...]:
+        given = (*options, *(("--module",) if module else ()))
+        return launches.plan_launches(dp, folder, script, given, keep_global_batch)
+
+    # Before a folder is taken: what cannot be planned leaves none behind.
+    plan(Path())
+    if out is None:
+        folder = paths.claim_default_folder(f"{name}-study", now)
+    else:
+        folder = out
+        paths.claim_folder(folder)
+    planned = plan(folder)
     environ = launches.environment(max(dp), _tell)
     done = []
     try:

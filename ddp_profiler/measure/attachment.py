@@ -29,6 +29,7 @@ from ddp_profiler.measure import backward, ddp_adapter
 from ddp_profiler.measure.backward import BackwardWatch
 from ddp_profiler.measure.batches import number_of_samples
 from ddp_profiler.measure.marks import Recorder
+from ddp_profiler.measure.other_training import OtherTraining
 from ddp_profiler.measure.steps import StepTracker
 from ddp_profiler.measure.untraced import skip_frame
 from ddp_profiler.schema import Interruption, SpanKind, Variant
@@ -38,6 +39,10 @@ _SAVERS = (
     ("torch", "save"),
     ("safetensors.torch", "save_file"),
     ("torch.distributed.checkpoint", "save"),
+    # What these call: it is seen also where they have been imported by name, as by transformers.
+    ("torch.serialization", "_save"),
+    ("safetensors.torch", "serialize_file"),
+    ("torch.distributed.checkpoint.state_dict_saver", "_save_state_dict"),
 )
 
 
@@ -84,6 +89,8 @@ class Attachment:
         self._handles: list[Any] = []
         self._stepping: list[tuple[Any, int]] = []
         self._user_hooks: Any = None
+        self.elsewhere = OtherTraining()
+        """What the script trains with before it builds any, and if it never does."""
         self.installed = False
 
     # -- putting in and taking out ------------------------------------------------------------
@@ -94,9 +101,11 @@ class Attachment:
         self._user_hooks = ddp_adapter.installed()
         self._user_hooks.__enter__()
         self._replace(DDP, "__init__", self._on_init)
+        self.elsewhere.install()
 
     def _start(self, device: torch.device) -> None:
         """Begins to observe training on a device."""
+        self.elsewhere.uninstall()
         self.recorder = self._make_recorder(device)
         self._watch = BackwardWatch(self.recorder)
         self.tracker = StepTracker(self.recorder, self._plan, self._switch)
@@ -124,6 +133,7 @@ class Attachment:
         if not self.installed:
             return
         self.installed = False
+        self.elsewhere.uninstall()
         for owner, name, original, ours in reversed(self._replaced):
             # Whoever has put something around ours meanwhile keeps it; ours only passes on then.
             if vars(owner).get(name) is ours:
@@ -284,10 +294,20 @@ class Attachment:
 
     def _on_fetch(self, original: Any, args: Any, keywords: Any) -> Any:
         begin = self._guard(self._begin_act)
-        outermost, batch = self._outermost("fetch", lambda: original(*args, **keywords))
+        try:
+            outermost, batch = self._outermost("fetch", lambda: original(*args, **keywords))
+        except StopIteration:
+            if begin is not None:
+                self._guard(self.tracker.exhausted)
+            raise
         if outermost and begin is not None:
-            self._guard(lambda: self.tracker.fetched(begin, self.recorder.mark()))
+            self._guard(self._end_fetch, begin)
         return batch
+
+    def _end_fetch(self, begin: Any) -> None:
+        # Frameworks evaluate the module inside DDP, whose calls are not seen.
+        evaluates = not torch.is_grad_enabled() or not any(d.module.training for d in self.ddps)
+        self.tracker.fetched(begin, self.recorder.mark(), evaluates=evaluates)
 
     def _begin_act(self) -> Any:
         self.tracker.act()

@@ -13,7 +13,7 @@ holds for certain, also where one direction is slower than the other (the bounds
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -148,24 +148,41 @@ class ClockSync:
             dist.send(answer, dst=other, group=self._group)
 
     def _ask(self, reference: int) -> ClockReading:
-        clock, request = self._clock, torch.zeros(1, dtype=torch.int64)
+        request = torch.zeros(1, dtype=torch.int64)
         answer = torch.zeros(2, dtype=torch.int64)
-        best: ClockReading | None = None
-        for number in range(_WARMUP + _ROUND_TRIPS):
-            real = clock.real()
-            sent = clock.monotonic()
+
+        def exchange() -> tuple[int, int]:
             dist.send(request, dst=reference, group=self._group)
             dist.recv(answer, src=reference, group=self._group)
-            received = clock.monotonic()
-            answered, real_there = answer.tolist()
-            low, high = sent - answered, received - answered
-            if number >= _WARMUP and (best is None or high - low < best.high_ns - best.low_ns):
-                best = ClockReading(
-                    rank=self._rank,
-                    at_ns=(sent + received) // 2,
-                    low_ns=low,
-                    high_ns=high,
-                    real_offset_ns=real + (received - sent) // 2 - real_there,
-                )
-        assert best is not None
-        return best
+            there, real = answer.tolist()
+            return there, real
+
+        return compared(self._rank, self._clock, exchange)
+
+
+def compared(rank: int, clock: LocalClock, exchange: Callable[[], tuple[int, int]]) -> ClockReading:
+    """Compares a clock with the reference by some round trips; the tightest counts.
+
+    Args:
+        rank: Whose clock it is.
+        clock: Its clocks.
+        exchange: Makes one round trip; returns what the reference's monotonic clock and its
+            real time were on the way, in ns.
+    """
+    best: ClockReading | None = None
+    for number in range(_WARMUP + _ROUND_TRIPS):
+        real = clock.real()
+        sent = clock.monotonic()
+        answered, real_there = exchange()
+        received = clock.monotonic()
+        low, high = sent - answered, received - answered
+        if number >= _WARMUP and (best is None or high - low < best.high_ns - best.low_ns):
+            best = ClockReading(
+                rank=rank,
+                at_ns=(sent + received) // 2,
+                low_ns=low,
+                high_ns=high,
+                real_offset_ns=real + (received - sent) // 2 - real_there,
+            )
+    assert best is not None
+    return best

@@ -57,6 +57,7 @@ class StepTracker:
         self._had_backward = False
         self._backwards = 0
         self._samples: int | None = None
+        self._for_evaluation: tuple[Mark, Mark] | None = None
         self._next_block()
 
     @property
@@ -86,11 +87,26 @@ class StepTracker:
             self._begin = self.recorder.mark()
             self._begin_step()
 
-    def fetched(self, begin: Mark, end: Mark) -> None:
-        """Tells that the loop has waited for its next batch."""
+    def fetched(self, begin: Mark, end: Mark, *, evaluates: bool = False) -> None:
+        """Tells that the loop has waited for its next batch.
+
+        Args:
+            begin: When it began to wait.
+            end: When it had the batch.
+            evaluates: Whether the batch seems to be for an evaluation: gradients are off, or no
+                model is in training mode. It counts as one unless the model is trained on it,
+                as by scripts that train in evaluation mode.
+        """
+        self._settle()
         self._acted(end)
         self._next_micro_step()
         self._record(SpanKind.DATA, begin, end)
+        if evaluates and not self.done:
+            self._for_evaluation = begin, end
+
+    def exhausted(self) -> None:
+        """Tells that a loop over batches has come to its end."""
+        self._settle()
 
     def begins_call(self) -> None:
         """Tells that a forward begins; after a backward it begins a micro-step."""
@@ -101,6 +117,7 @@ class StepTracker:
 
         Where several calls share one backward, the samples of the first count.
         """
+        self._for_evaluation = None
         self._acted(end)
         if self.done:
             return
@@ -154,6 +171,7 @@ class StepTracker:
 
     def interrupted(self, reason: Interruption, begin: Mark, end: Mark) -> None:
         """Tells of something inside a step that is no training: an evaluation, a checkpoint."""
+        self._settle()
         self._acted(end)
         if not self.done and self._begin is not None:
             self.recorder.span(SpanKind.INTERRUPTION, begin, end, index=int(reason))
@@ -163,6 +181,12 @@ class StepTracker:
         if not self.done and self._end is not None:
             self._close_step()
         self.recorder.flush()
+
+    def _settle(self) -> None:
+        """Records the last fetch as part of an evaluation, if it was for one."""
+        fetch, self._for_evaluation = self._for_evaluation, None
+        if fetch is not None:
+            self.recorder.span(SpanKind.INTERRUPTION, *fetch, index=int(Interruption.EVALUATION))
 
     def _acted(self, end: Mark) -> None:
         self.acts += 1
@@ -187,6 +211,7 @@ class StepTracker:
         self.recorder.begin_micro_step(self.step, number)
 
     def _close_step(self) -> None:
+        self._settle()
         self.micro_steps.append(self._backwards)
         self.recorder.begin_micro_step(self.step, -1)
         self.recorder.step_span(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from datetime import datetime
 from pathlib import Path
@@ -53,10 +54,40 @@ def rank_files(folder: Path) -> dict[int, Path]:
     return found
 
 
-def default_folder(name: str, now: datetime) -> Path:
-    """Returns ``runs/NAME-YYYYMMDD-HHMMSS`` for a run that was given no folder."""
+class FolderTakenError(UsageError):
+    """A folder already holds a run."""
+
+
+def default_folder(name: str, now: datetime, number: int = 1) -> Path:
+    """Returns ``runs/NAME-YYYYMMDD-HHMMSS`` for a run that was given no folder.
+
+    Args:
+        name: Name of what is measured.
+        now: When the run began.
+        number: Which of the runs that began in the same second; from the second on it is added.
+    """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
-    return Path(DEFAULT_ROOT) / f"{safe}-{now:%Y%m%d-%H%M%S}"
+    end = f"-{number}" if number > 1 else ""
+    return Path(DEFAULT_ROOT) / f"{safe}-{now:%Y%m%d-%H%M%S}{end}"
+
+
+def claim_default_folder(name: str, now: datetime, below: Path = Path()) -> Path:
+    """Claims the first default folder that no other run has taken; returns it.
+
+    Args:
+        name: Name of what is measured.
+        now: When the run began.
+        below: Folder that ``runs/`` is in.
+
+    Raises:
+        UsageError: It cannot be created.
+    """
+    for number in itertools.count(1):
+        folder = below / default_folder(name, now, number)
+        with contextlib.suppress(FolderTakenError):
+            claim_folder(folder)
+            return folder
+    raise AssertionError("numbers do not end")
 
 
 def holds_run(folder: Path) -> bool:
@@ -71,17 +102,20 @@ def claim_folder(folder: Path) -> None:
     start in the same second only one gets the folder.
 
     Raises:
-        UsageError: The folder holds a run, or cannot be created.
+        FolderTakenError: The folder holds a run.
+        UsageError: It cannot be created.
     """
     remedy = "Choose another folder with --out, or remove the old run."
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if holds_run(folder):
-            raise UsageError(f"The output folder {folder} already holds a run.", remedy)
+            raise FolderTakenError(f"The output folder {folder} already holds a run.", remedy)
         run_file(folder).touch(exist_ok=False)
     except FileExistsError:
         if folder.is_dir():
-            raise UsageError(f"The output folder {folder} already holds a run.", remedy) from None
+            raise FolderTakenError(
+                f"The output folder {folder} already holds a run.", remedy
+            ) from None
         raise UsageError(f"The output folder {folder} is a file.", remedy) from None
     except OSError as error:
         raise UsageError(

@@ -1,10 +1,15 @@
-"""Scripts of Accelerate, Trainer and Lightning are observed and train as they would without us."""
+"""Scripts of Accelerate, Trainer and Lightning are observed and train as they would without us.
+
+They do what real training does: several epochs, bfloat16, clipping, evaluation and checkpoints.
+"""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
 
+from ddp_profiler.record import reader
+from ddp_profiler.schema import Interruption, SpanKind, Variant
 from tests.integration.conftest import run_command
 
 pytestmark = pytest.mark.distributed
@@ -12,15 +17,15 @@ pytestmark = pytest.mark.distributed
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-def launch(*argv):
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+def launch(ranks, *argv):
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return run_command([*start, *argv])
 
 
-def alone_of(script, tries=4):
+def alone_of(ranks, *script, tries=4):
     """Runs a script without us. Torch's own threads abort the end of some processes (-6)."""
     for _ in range(tries):
-        done = launch(script)
+        done = launch(ranks, *script)
         if done.code == 0:
             break
     return done
@@ -31,29 +36,35 @@ def weights_in(text):
 
 
 @pytest.mark.parametrize(
-    ("package", "script", "accumulation"),
+    ("package", "words", "ranks", "accumulation", "evaluated", "saved", "of_optimizer"),
     [
-        ("accelerate", "with_accelerate.py", 2),
-        ("transformers", "with_trainer.py", 4),
-        ("lightning", "with_lightning.py", 2),
+        ("accelerate", "bf16 clip evaluate save", 3, 2, [6], 9, ("clip", "step", "zero")),
+        # Trainer clips unless told otherwise, and sets gradients to zero by the module.
+        ("transformers", "bf16 evaluate save", 2, 4, [4, 8], 6, ("clip", "step")),
+        ("lightning", "bf16 clip evaluate save", 2, 2, [4, 8], 8, ("zero", "clip", "step")),
     ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
-def test_a_framework_trains_as_without_us(tmp_path, package, script, accumulation):
+def test_a_framework_trains_as_without_us(
+    tmp_path, package, words, ranks, accumulation, evaluated, saved, of_optimizer
+):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    alone = alone_of(SCRIPTS / script)
+    name = {"transformers": "trainer"}.get(package, package)
+    script = [SCRIPTS / f"with_{name}.py", *words.split()]
+    alone = alone_of(ranks, *script)
     assert alone.code == 0, alone.err[-2000:]
     ours = ("-m", "ddp_profiler.run", "--steps", 4, "--warmup", 2, "--out", tmp_path / "run")
-    seen = launch(*ours, SCRIPTS / script)
+    seen = launch(ranks, *ours, *script)
     assert seen.code == 0, seen.err[-3000:]
     assert "has failed" not in seen.err
-    # Bit for bit the same weights, printed by the first rank.
+    # Bit for bit the same weights, and the same losses, printed by the first rank.
     assert len(weights_in(alone.out)) == 1
     assert weights_in(seen.out) == weights_in(alone.out)
     seen.folder = tmp_path / "run"
     level = seen.level("script")
-    assert (level["micro_batch"], level["accumulation"], level["dp"]) == (4, accumulation, 2)
-    assert level["batch_check"]["observed"] == 4 * accumulation * 2
+    assert (level["micro_batch"], level["accumulation"], level["dp"]) == (4, accumulation, ranks)
+    assert level["batch_check"]["observed"] == 4 * accumulation * ranks
     # The int32 AllReduce that find_unused_parameters adds is no gradient traffic.
     comm = level["comm"]
     assert comm["num_gradient_collectives_per_step"] == comm["num_buckets"]
@@ -61,3 +72,23 @@ def test_a_framework_trains_as_without_us(tmp_path, package, script, accumulatio
     parts = level["breakdown_ms"]
     assert sum(parts.values()) == pytest.approx(level["instrumented_step_ms"]["mean"])
     assert min(parts["forward"], parts["backward"], parts["optimizer"]) > 0
+
+    evaluation, saving = level["notes"][:2]
+    steps = f"step{'s' if len(evaluated) > 1 else ''} {', '.join(map(str, evaluated))}."
+    assert evaluation.startswith(f"{len(evaluated)} of 8 steps hold evaluation (mean ")
+    assert evaluation.endswith(f"and are left out of all figures: {steps}")
+    assert saving.startswith("1 of 8 steps hold saving (mean ")
+    assert saving.endswith(f"and are left out of all figures: step {saved}.")
+    check_rank_0(tmp_path / "run", {*evaluated}, saved, len(of_optimizer))
+
+
+def check_rank_0(folder, evaluated, saved, of_optimizer):
+    spans = reader.read_rank(folder, 0).columns
+    is_one = (spans["kind"] == SpanKind.INTERRUPTION) & (spans["variant"] != Variant.WARMUP)
+    found = {}
+    for step, reason in zip(spans["step"][is_one], spans["index"][is_one], strict=True):
+        found.setdefault(Interruption(reason), set()).add(int(step))
+    assert found == {Interruption.EVALUATION: evaluated, Interruption.CHECKPOINT: {saved}}
+    ends = (spans["kind"] == SpanKind.OPTIMIZER) & (spans["variant"] == Variant.INSTRUMENTED)
+    for step in set(spans["step"][ends].tolist()):
+        assert (spans["step"][ends] == step).sum() == of_optimizer, step

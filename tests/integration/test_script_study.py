@@ -1,6 +1,9 @@
 """A script at several dp: one launch each, one table."""
 
 import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -13,16 +16,40 @@ STUDY = ("-m", "ddp_profiler.cli", "study", "--steps", "4", "--warmup", "2")
 
 
 @pytest.fixture(scope="module")
-def strong(tmp_path_factory):
-    """Global batch 16 at dp 1 and 2: half of the samples, and of the sleep, on each of two."""
-    folder = tmp_path_factory.mktemp("study") / "run"
+def studies(tmp_path_factory):
+    """The same study twice at once, in one folder and without --out.
+
+    Global batch 16 at dp 1 and 2: half of the samples, and of the sleep, on each of two.
+    """
+    root = tmp_path_factory.mktemp("studies")
     keep = ("--keep-global-batch", "--batch-size")
-    done = run_command(
-        [*STUDY, "--dp", "1,2", *keep, "--out", folder, "--", SCRIPT, "--batch-size", "16"]
-    )
-    assert done.code == 0, done.err[-3000:]
-    done.folder = folder
-    return done
+    argv = [*STUDY, "--dp", "1,2", *keep, "--", SCRIPT, "--batch-size", "16"]
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: run_command(argv, cwd=root), range(2)))
+    for done in both:
+        assert done.code == 0, done.err[-3000:]
+        (name,) = re.findall(r"Run folder: (.+)", done.out)
+        done.folder = root / name
+    return both
+
+
+@pytest.fixture(scope="module")
+def strong(studies):
+    return studies[0]
+
+
+def test_two_studies_at_once_both_finish(studies):
+    first, second = studies
+    assert first.folder != second.folder
+    ids = {
+        launch["run_id"]
+        for study in studies
+        for launch in map(json.loads, map(Path.read_text, study.folder.glob("launches/*/run.json")))
+    }
+    assert len(ids) == 4
+    for study in studies:
+        assert [level["dp"] for level in study.summary["levels"]] == [1, 2]
+        assert not study.summary["run"]["partial"]
 
 
 def test_levels_are_the_launches(strong):
@@ -42,7 +69,6 @@ def test_efficiency_is_that_of_the_kept_batch(strong):
 
 def test_progress_and_logs_are_there(strong):
     assert "[1/2] dp 1" in strong.err
-    assert f"Run folder: {strong.folder}" in strong.out
     logs = sorted(path.name for path in (strong.folder / "launches").glob("*.log"))
     assert logs == ["dp1.log", "dp2.log"]
     info = json.loads((strong.folder / "run.json").read_text())

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -151,17 +152,20 @@ def test_evaluation_and_checkpoint_are_named_and_left_out(observed):
     run = observed(2, "evaluation")
     level = run.level("script")
     evaluation, saving = level["notes"][:2]
-    assert evaluation.startswith("1 of 8 steps hold calls of the model without gradients (mean ")
+    assert evaluation.startswith("1 of 8 steps hold evaluation (mean ")
     assert evaluation.endswith("and are left out of all figures: step 5.")
     assert saving.startswith("1 of 8 steps hold saving (mean ")
     assert saving.endswith("and are left out of all figures: step 8.")
     assert (level["steps"], level["ranks"][0]["steps"]) == (3, 3)
     spans = reader.read_rank(run.folder, 0).columns
     is_one = spans["kind"] == SpanKind.INTERRUPTION
-    assert spans["index"][is_one].tolist() == [*2 * [Interruption.EVALUATION], 1]
-    assert spans["step"][is_one].tolist() == [5, 5, 8]
-    # The saving is in a plain step.
-    assert spans["variant"][is_one].tolist() == [*2 * [Variant.INSTRUMENTED], Variant.PLAIN]
+    # Two batches are fetched for the evaluation, and the model is called with each.
+    evaluated = spans["index"][is_one] == Interruption.EVALUATION
+    assert evaluated.tolist().count(True) == 4
+    assert spans["step"][is_one].tolist() == [5 if one else 8 for one in evaluated]
+    # The saving is in a plain step, and counts once for all that torch calls for it.
+    assert spans["variant"][is_one][evaluated].tolist() == 4 * [Variant.INSTRUMENTED]
+    assert spans["variant"][is_one][~evaluated].tolist() == [Variant.PLAIN]
 
 
 def test_buffer_broadcasts_are_seen(observed):
@@ -233,12 +237,37 @@ def test_surroundings_are_those_of_python(tmp_path, words):
     assert run.level("script")["batch_check"]["observed"] == 2
 
 
-def test_a_script_without_ddp(tmp_path):
-    run = observe(tmp_path / "run", 1, SCRIPTS / "without_ddp.py")
-    assert (run.code, run.out) == (0, "trained\n")
-    assert len(run.err.splitlines()) == 1
-    assert "never built DistributedDataParallel" in run.err
+@pytest.mark.parametrize(
+    ("ranks", "how", "said"),
+    [
+        (1, "plain", "it trains without anything of the kind (3 steps of AdamW)."),
+        (2, "fully_shard", "fully_shard (FSDP2) (3 steps of AdamW, on each of 2 ranks), which is"),
+    ],
+)
+def test_a_script_without_ddp(tmp_path, ranks, how, said):
+    run = observe(tmp_path / "run", ranks, SCRIPTS / "without_ddp.py", how)
+    assert (run.code, run.out) == (0, ranks * "trained\n"), run.err
+    (text,) = re.findall(r"ddp_profiler.run: (the script never built .*\n.*\n)", run.err)
+    assert said in text
+    assert ("--model package.module:factory" in text) == (how == "plain")
+    assert run.err.count("ddp_profiler.run: ") == 1
     assert run.run_info["levels"] == []
+
+
+def test_two_runs_at_once_in_one_folder(tmp_path):
+    def start(_):
+        ours = ("-m", "ddp_profiler.run", "--steps", 2, "--warmup", 2)
+        return launch(1, *ours, SCRIPTS / "train.py", "plain", cwd=tmp_path)
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(start, range(2)))
+    folders = [re.search(r"Run folder: (.+)", run.err) for run in runs]
+    assert all(folders), [run.err[-2000:] for run in runs]
+    assert len({found[1] for found in folders}) == 2
+    for run, found in zip(runs, folders, strict=True):
+        run.folder = Path(found[1])
+        assert run.level("script")["batch_check"]["observed"] == 4
+        assert run.folder.parent == tmp_path / "runs"
 
 
 def test_nothing_is_left_after_the_observed_steps(tmp_path):

@@ -193,6 +193,66 @@ def test_evaluation_and_saving(observed, tmp_path):
     assert seen.steps == [(1, 6)] * 2
 
 
+def test_evaluation_of_the_module_inside_ddp(observed):
+    """As by frameworks: DDP is not called, only the loader tells of it."""
+    seen = observed()
+    ddp = model()
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def evaluate(how):
+        ddp.module.train(how == "no grad")
+        with torch.set_grad_enabled(how != "no grad"):
+            for batch in DataLoader(X, batch_size=3):
+                ddp.module(batch)
+        ddp.module.train()
+
+    batches = iter(DataLoader(torch.ones(24, 3), batch_size=6))
+    for step in range(4):
+        if step in (1, 3):
+            evaluate({1: "eval mode", 3: "no grad"}[step])
+        ddp(next(batches)).sum().backward()
+        sgd.step()
+    seen.finish()
+    interrupted = seen.of(SpanKind.INTERRUPTION)
+    assert [(r["step"], r["index"]) for r in interrupted] == [
+        *2 * [(1, Interruption.EVALUATION)],
+        *2 * [(3, Interruption.EVALUATION)],
+    ]
+    assert len(seen.of(SpanKind.DATA)) == 4 + 2 * 2
+    assert seen.steps == [(1, 6)] * 4
+
+
+def test_training_in_evaluation_mode_is_training(observed):
+    seen = observed()
+    ddp = model().eval()
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for batch in DataLoader(X, batch_size=2):
+        sgd.zero_grad()
+        ddp(batch).sum().backward()
+        sgd.step()
+    seen.finish()
+    assert seen.steps == [(1, 2)] * 3
+    assert seen.of(SpanKind.INTERRUPTION) == []
+
+
+def test_saving_by_functions_imported_by_name_counts_once(observed, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    by_name = (torch.save, safetensors.save_file)
+    seen = observed()
+    ddp = model()
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for save in (by_name[0], by_name[1], torch.save, safetensors.save_file):
+        weights = {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
+        save(weights, str(tmp_path / "model"))
+        ddp(X).sum().backward()
+        sgd.step()
+    seen.finish()
+    interrupted = seen.of(SpanKind.INTERRUPTION)
+    assert [(r["step"], r["index"]) for r in interrupted] == [
+        (step, Interruption.CHECKPOINT) for step in range(4)
+    ]
+
+
 def test_batch_dim_and_inputs(observed):
     class Inputs(nn.Module):
         def __init__(self):

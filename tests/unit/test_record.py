@@ -1,6 +1,7 @@
 """The run folder: written and read back, cut at every byte, and refused where it is no run."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -336,6 +337,22 @@ def test_rank_files(tmp_path):
 def test_default_folder(name, expected):
     folder = paths.default_folder(name, datetime(2026, 1, 2, 3, 4, 5))
     assert folder == Path(f"runs/{expected}-20260102-030405")
+
+
+def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path):
+    now = datetime(2026, 1, 2, 3, 4, 5)
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: paths.claim_default_folder("x", now, tmp_path), range(8)))
+    names = {f"x-20260102-030405{end}" for end in ("", *(f"-{n}" for n in range(2, 9)))}
+    assert {folder.name for folder in folders} == names
+    assert {folder.parent for folder in folders} == {tmp_path / "runs"}
+    assert all(paths.holds_run(folder) for folder in folders)
+
+
+def test_a_default_folder_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "runs").touch()
+    with pytest.raises(UsageError, match="cannot be used"):
+        paths.claim_default_folder("x", datetime(2026, 1, 2, 3, 4, 5), tmp_path)
 
 
 def test_claim_makes_the_folder_and_takes_it(tmp_path):

@@ -63,8 +63,8 @@ def test_interrupted_steps_are_left_out_on_all_ranks():
     found = left_out(list(columns.values()), 0)
     assert found.keys.tolist() == [1, 4]
     assert found.notes == (
-        "1 of 6 steps hold calls of the model without gradients (mean 300 ms of a step of 500 "
-        "ms) and are left out of all figures: step 1.",
+        "1 of 6 steps hold evaluation (mean 300 ms of a step of 500 ms) and are left out of all "
+        "figures: step 1.",
         "1 of 6 steps hold saving (mean 700 ms of a step of 900 ms) and are left out of all "
         "figures: step 4.",
     )
@@ -82,8 +82,7 @@ def test_what_most_steps_hold_is_a_part_of_training():
     found = left_out([columns, columns], 0)
     assert found.keys.tolist() == []
     assert found.notes == (
-        "4 of 5 steps hold calls of the model without gradients (mean 10.0 ms): taken as a part "
-        "of training, in `other`.",
+        "4 of 5 steps hold evaluation (mean 10.0 ms): taken as a part of training, in `other`.",
     )
 
 
