@@ -247,11 +247,11 @@ class Attachment:
         return result
 
     def _begin_call(self, evaluates: bool, inputs: Any) -> Any:
-        self.tracker.act()
+        self._act()
         if self._kept is not None and evaluates:
             self._kept.evaluated(self.tracker.step)
         elif self._kept is not None:
-            self._kept.called(self.tracker.step, self.ddps, self.reduced, inputs)
+            self._kept.called(self.tracker.step, inputs)
         if not evaluates:
             self.tracker.begins_call()
             if self.tracker.observing:
@@ -317,8 +317,13 @@ class Attachment:
                 self._kept.fetched(self.tracker.step, args[0], batch)
         return batch
 
-    def _begin_act(self) -> Any:
+    def _act(self) -> None:
         self.tracker.act()
+        if self._kept is not None:
+            self._kept.begins(self.tracker.step, self.ddps, self.reduced)
+
+    def _begin_act(self) -> Any:
+        self._act()
         return self.recorder.mark()
 
     def _before_step(self, *_: Any) -> None:

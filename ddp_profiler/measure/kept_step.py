@@ -1,7 +1,7 @@
 """Keeps, while a script trains, what one of its steps can be computed again from.
 
 On every rank the micro-batches that entered the step. On the rank that will compute it again
-also a copy of the bare model before its first forward, and the gradients after the step's last
+also a copy of the bare model as the step begins, and the gradients after the step's last
 backward, before anybody clips, unscales or uses them. All copies are in host memory.
 
 What enters a step need not be what was fetched in it: some loaders (Accelerate's) fetch one
@@ -138,6 +138,7 @@ class KeptStep:
         self._evaluated = False
         self._scalers: dict[int, Any] = {}
         self._module: nn.Module | None = None
+        self._live: nn.Module | None = None
         self._pairs: dict[str, tuple[nn.Parameter, Tensor]] = {}
         """Each parameter that is reduced, by its name, and its copy from before the step."""
         self._gradients: dict[str, Tensor | None] = {}
@@ -180,27 +181,36 @@ class KeptStep:
         self._evaluated |= step == self.step
 
     @_kept
-    def called(
-        self,
-        step: int,
-        ddps: Sequence[DDP],
-        reduced: Callable[[], Mapping[str, nn.Parameter]],
-        inputs: object,
+    def begins(
+        self, step: int, ddps: Sequence[DDP], reduced: Callable[[], Mapping[str, nn.Parameter]]
     ) -> None:
+        """Tells that something is about to be done: the first of a step begins it.
+
+        Frameworks put something in the place of the model's forward while they call it, so that
+        it is not copied just then.
+
+        Args:
+            step: The step that it belongs to.
+            ddps: All models of the script.
+            reduced: Returns the parameters that they reduce.
+        """
+        if step == self.step and not self._ranks and ddps:
+            self._look_at(ddps)
+            if self._leads:
+                self._copy_models(ddps, reduced())
+
+    @_kept
+    def called(self, step: int, inputs: object) -> None:
         """Tells that a model is about to be called.
 
         Args:
             step: The step that the call belongs to.
-            ddps: All models of the script.
-            reduced: Returns the parameters that they reduce.
-            inputs: What this one is called with.
+            inputs: What it is called with.
         """
         if step != self.step:
             return
-        if not self._ranks:
-            self._look_at(ddps)
-            if self._leads:
-                self._copy_models(ddps, reduced())
+        if not self._samples:
+            self._look_at_call()
         if self._first_forward:
             self._first_forward = False
             self._samples.append(number_of_samples(inputs, self._batch_dim))
@@ -230,7 +240,7 @@ class KeptStep:
     @_kept
     def finish(self) -> None:
         """Tells that the step is over, and puts together what is known of it."""
-        if not self.micro_steps or not self._ranks:
+        if not self.micro_steps or not self._samples:
             raise CannotKeepError(f"no model was trained in step {self.step}")
         self.share = self._own_share()
         if self._leads:
@@ -242,7 +252,7 @@ class KeptStep:
         self._fetches.clear()
         self._scalers.clear()
         self._pairs.clear()
-        self._module = None
+        self._module = self._live = None
         self._gradients = {}
 
     # -- the model and its gradients ----------------------------------------------------------
@@ -251,9 +261,6 @@ class KeptStep:
         group = ddps[0].process_group
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._device = next(ddps[0].parameters()).device
-        kind = self._device.type
-        if torch.is_autocast_enabled(kind):
-            self._autocast = torch.get_autocast_dtype(kind)
         caveats = []
         if any(ddp_adapter.has_user_hook(ddp) for ddp in ddps):
             caveats.append(
@@ -267,9 +274,20 @@ class KeptStep:
             )
         self._caveats = tuple(caveats)
 
+    def _look_at_call(self) -> None:
+        kind = self._device.type
+        if torch.is_autocast_enabled(kind):
+            self._autocast = torch.get_autocast_dtype(kind)
+        if self._module is not None and self._live is not None:
+            # Some switch to training mode in each step.
+            for live, own in zip(self._live.modules(), self._module.modules(), strict=True):
+                own.training = live.training
+        self._live = None
+
     def _copy_models(self, ddps: Sequence[DDP], reduced: Mapping[str, nn.Parameter]) -> None:
         bare = [bare_module(ddp) for ddp in ddps]
         whole = bare[0] if len(bare) == 1 else nn.ModuleList(bare)
+        self._live = whole
         try:
             self._module = copy_to_host(whole)
         except Exception as error:

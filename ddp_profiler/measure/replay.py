@@ -209,6 +209,8 @@ class Replay:
         proof = compare_gradients(
             model.gradients, reference, level, must_be_equal=not reasons, rounding=rounding
         )
+        if proof.max_rel_error is None:
+            notes.append("Another --warmup takes another step.")
         return dataclasses.replace(
             proof, notes=(*notes, *reasons, *proof.notes), must_be_equal=not reasons
         )

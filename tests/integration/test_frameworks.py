@@ -43,7 +43,8 @@ def test_a_framework_trains_as_without_us(tmp_path, package, script, accumulatio
         pytest.skip(f"{package} is not installed")
     alone = alone_of(SCRIPTS / script)
     assert alone.code == 0, alone.err[-2000:]
-    ours = ("-m", "ddp_profiler.run", "--steps", 4, "--warmup", 2, "--out", tmp_path / "run")
+    ours = ("-m", "ddp_profiler.run", "--steps", 4, "--warmup", 3, "--out", tmp_path / "run")
+    ours += ("--replay", f"framework_oracles:{package}")
     seen = launch(*ours, SCRIPTS / script)
     assert seen.code == 0, seen.err[-3000:]
     assert "has failed" not in seen.err
@@ -54,6 +55,11 @@ def test_a_framework_trains_as_without_us(tmp_path, package, script, accumulatio
     level = seen.level("script")
     assert (level["micro_batch"], level["accumulation"], level["dp"]) == (4, accumulation, 2)
     assert level["batch_check"]["observed"] == 4 * accumulation * 2
+    # Gradients are those of one process, whatever the framework's loader fetches ahead.
+    check = level["batch_check"]
+    assert check["gradient_factor"] == pytest.approx(1, abs=1e-4), check["notes"]
+    assert check["gradient_max_rel_error"] < 1e-4
+    assert check["gradient_must_match"]
     # The int32 AllReduce that find_unused_parameters adds is no gradient traffic.
     comm = level["comm"]
     assert comm["num_gradient_collectives_per_step"] == comm["num_buckets"]

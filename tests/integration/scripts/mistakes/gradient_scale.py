@@ -17,8 +17,8 @@ from torch.nn.utils import clip_grad_norm_  # by name, where nobody sees it bein
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-MICRO_BATCH = 4
-ACCUMULATION = 2
+MICRO_BATCH = 5
+ACCUMULATION = 3
 
 
 class Net(nn.Module):
