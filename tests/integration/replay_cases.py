@@ -125,6 +125,23 @@ def loss_of_two(modules, batches):
     return cross_entropy(modules[1](modules[0](x)), y)
 
 
+def overflow():
+    """The scaler skips the step that is compared."""
+    torch.manual_seed(1)
+    model = DDP(mlp())
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    batches = loader()
+    for step in range(STEP + 3):
+        x, y = next(batches)
+        loss = cross_entropy(model(x), y) * (float("inf") if step == STEP else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(sgd)
+        scaler.update()
+        sgd.zero_grad()
+    return model
+
+
 def of_words(*words):
     """A training of gradient_scale.py."""
     return lambda: gradient_scale.train(*words, steps=STEP + 3)[0]
@@ -206,6 +223,7 @@ CASES = {
     "exits": lambda: train(mlp(), loader()),
     "no loss": lambda: train(mlp(), loader()),
     "a rank's file is lost": lambda: train(mlp(), loader()),
+    "overflow": overflow,
     "incomplete": lambda: train(mlp(), loader()),
 }
 ORACLES = {

@@ -7,6 +7,7 @@ loop does. Prints its losses and a digest of its final weights.
 import contextlib
 import hashlib
 import sys
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,17 @@ from torch.utils.data.distributed import DistributedSampler
 
 MICRO_BATCH = 5
 ACCUMULATION = 3
+
+
+class Batch(NamedTuple):
+    """A type of the script's own."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def batch_of(samples):
+    return Batch(*map(torch.stack, zip(*samples, strict=True)))
 
 
 class Net(nn.Module):
@@ -40,7 +52,8 @@ def batches_of(steps):
     count = MICRO_BATCH * ACCUMULATION * steps * dist.get_world_size()
     x = torch.randn(count, 16, generator=generator)
     data = TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
-    return DataLoader(data, batch_size=MICRO_BATCH, sampler=DistributedSampler(data))
+    sampler = DistributedSampler(data)
+    return DataLoader(data, batch_size=MICRO_BATCH, sampler=sampler, collate_fn=batch_of)
 
 
 def loss_of(mistake, output, y):
