@@ -1,7 +1,9 @@
 """The function that --replay names, what is kept of a step, and what loss and backward show."""
 
+import re
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,7 +84,7 @@ def test_a_wrong_name_is_wrong_usage(folder, name, message):
         (LOSS * LOSS, None),
         (LOSS + 1, None),
         (-LOSS / 2, 2),
-        (1 / LOSS, None),
+        (1 / LOSS, 1),
         (LOSS * 0, None),
         (torch.ones(1), None),
     ],
@@ -225,6 +227,17 @@ def test_a_step_that_was_never_reached():
     assert proof.notes == (
         "Not compared with one process: the script ended before step 3 was over.",
     )
+
+
+def test_the_documented_example():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "scripts.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = {}
+    exec(example, names)
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 2), torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    loss = names["loss"](model, [(x[:2], y[:2]), (x[2:], y[2:])])
+    assert torch.equal(loss, nn.functional.cross_entropy(model(x), y))
 
 
 def test_factors_within_the_rounding_of_the_way_are_1():
