@@ -221,6 +221,9 @@ class ScriptRun:
         if self._failure is not None:
             return
         self._failure = f"{type(error).__name__}: {error}"
+        if self._kept is not None:
+            # What it holds the script may want to free.
+            self._kept.give_up("observing has failed")
         if self._config.debug:
             traceback.print_exception(error)
         self._say(
