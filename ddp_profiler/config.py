@@ -15,6 +15,8 @@ PLACEMENTS = ("packed", "spread", "both")
 DEFAULT_MODEL = "gpt-tiny"
 DEFAULT_MICRO_BATCH = 8
 MIN_WARMUP = 2
+MIN_WARMUP_OF_REPLAY = 3
+"""The last step of the warm-up absorbs what keeping the one before it costs."""
 MAX_ACCUMULATION = 10_000
 """The record numbers micro-steps in 14 bits."""
 MAX_ALLREDUCE_MB = 64.0
@@ -159,6 +161,8 @@ class ScriptConfig:
         timeout_s: Seconds after which waiting for other ranks at the start is given up.
         out: Run folder; a fresh one below runs/ where None.
         debug: Show stack traces of our own errors.
+        replay: ``package.module:function`` that computes the loss of the whole global batch;
+            the last step but one of the warm-up is compared with it.
 
     Raises:
         UsageError: A setting is out of its range.
@@ -174,10 +178,24 @@ class ScriptConfig:
     timeout_s: float = 300.0
     out: Path | None = None
     debug: bool = False
+    replay: str | None = None
 
     def __post_init__(self) -> None:
         _at_least("--steps", self.steps, 1)
         _at_least("--warmup", self.warmup, MIN_WARMUP)
+        if self.replay is not None:
+            module, _, function = self.replay.partition(":")
+            if not all(part.isidentifier() for part in f"{module}.{function}".split(".")):
+                raise UsageError(
+                    f"--replay {self.replay} is not of the form package.module:function.",
+                    "Name the module as in import; see docs/scripts.md.",
+                )
+            if self.warmup < MIN_WARMUP_OF_REPLAY:
+                raise UsageError(
+                    f"--warmup {self.warmup} is too few for --replay, which compares the last "
+                    "step but one of the warm-up, after DDP has rebuilt its buckets.",
+                    f"Give --warmup {MIN_WARMUP_OF_REPLAY} or more.",
+                )
         _at_least("--batch-dim", self.batch_dim, 0)
         if self.expect_global_batch is not None:
             _at_least("--expect-global-batch", self.expect_global_batch, 1)

@@ -297,6 +297,8 @@ class LevelFacts:
         machine: What the machine gave each rank of the level; empty if not recorded.
         link: Streams over a link of the level's ring, between nodes where it has several;
             None at dp = 1.
+        loss_divisor: What a script divides its loss by just before backward, in most
+            micro-steps of the warm-up on rank 0; None where autograd shows no such number.
     """
 
     id: str
@@ -313,6 +315,7 @@ class LevelFacts:
     device_clock_uncertainty_ns: int = 0
     machine: tuple[MachineUse, ...] = ()
     link: LinkStreams | None = None
+    loss_divisor: float | None = None
 
 
 @dataclass(frozen=True)

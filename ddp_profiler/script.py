@@ -32,10 +32,12 @@ from ddp_profiler.keeper import RunKeeper, describe_script
 from ddp_profiler.measure import environment, kernel
 from ddp_profiler.measure.attachment import Attachment
 from ddp_profiler.measure.clock_sync import local_clock
+from ddp_profiler.measure.kept_step import KeptStep
 from ddp_profiler.measure.leave import leave, leave_by
 from ddp_profiler.measure.loop import block_plan
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.measure.other_training import describe
+from ddp_profiler.measure.replay import Replay, load_oracle, not_compared
 from ddp_profiler.measure.script_board import ScriptBoard
 from ddp_profiler.measure.script_clocks import ScriptClocks
 from ddp_profiler.measure.steps import typical
@@ -43,6 +45,7 @@ from ddp_profiler.measure.study import make_timeline
 from ddp_profiler.measure.topology import Topology
 from ddp_profiler.record import paths, reader, writer
 from ddp_profiler.schema import (
+    BatchProof,
     Failure,
     LevelFacts,
     LevelSettings,
@@ -107,21 +110,34 @@ class ScriptRun:
         self._facts: LevelFacts | None = None
         self._described = False
         """Whether this rank has described its node."""
+        # The last step but one of the warm-up: what keeping it costs falls into the last one.
+        self._kept = (
+            KeptStep(config.warmup - 2, leads=topology.rank == 0, batch_dim=config.batch_dim)
+            if config.replay
+            else None
+        )
+        self._replay: Replay | None = None
         self._attachment = Attachment(
             self._make_recorder,
             _plan(config.warmup, config.steps),
             batch_dim=config.batch_dim,
             on_failure=self._step_aside,
             on_block=self._block_begins,
+            kept=self._kept,
         )
 
     def prepare(self) -> None:
         """Meets the other ranks and claims the run folder, before the script begins.
 
         Raises:
-            DdpProfilerError: The folder is taken, or other ranks did not come.
+            DdpProfilerError: The folder is taken, other ranks did not come, or there is no
+                function as ``--replay`` names it.
         """
         config, rank = self._config, self._topology.rank
+        if config.replay is not None and self._kept is not None:
+            # Before the ranks meet: all of them find the same.
+            here = None if config.module else Path(config.script).resolve().parent
+            self._replay = Replay(config.replay, load_oracle(config.replay, here), self._kept)
         name = config.script if config.module else Path(config.script).stem
         if rank == 0:
             now = datetime.now().astimezone()
@@ -197,6 +213,8 @@ class ScriptRun:
 
     def _block_begins(self, variant: Variant | None) -> None:
         """Is told between two blocks; what is kept here a run that is killed leaves behind."""
+        if self._replay is not None and self._trained:
+            self._share(self._replay)
         if variant is Variant.WARMUP and self._level is None and self._trained:
             # Between blocks of the warm-up: the other ranks wait for what takes time here.
             self._clocks.compare()
@@ -225,6 +243,9 @@ class ScriptRun:
         if self._failure is not None:
             return
         self._failure = f"{type(error).__name__}: {error}"
+        if self._kept is not None:
+            # What it holds the script may want to free.
+            self._kept.give_up("observing has failed")
         if self._config.debug:
             traceback.print_exception(error)
         self._say(
@@ -301,6 +322,8 @@ class ScriptRun:
             end = _End(_OBSERVING, self._failure or "", socket.gethostname(), time.time())
         self._board.publish(f"ended/{rank}", end)
         if rank != 0:
+            if failure and self._replay is not None:
+                paths.replay_file(self._folder, rank).unlink(missing_ok=True)
             if self._keeper.folder is not None:
                 self._keep_part(end)
             elif failure and not self._board.await_one("ended/0", _OTHERS_OF_A_FAILURE_S):
@@ -309,6 +332,8 @@ class ScriptRun:
         if not built and not failure:
             self._say(describe(self._attachment.elsewhere, self._topology.world_size))
         self._board.await_all("ended", _OTHERS_OF_A_FAILURE_S if failure else _OTHERS_S)
+        if self._replay is not None and self._facts is not None:
+            self._facts = replace(self._facts, proof=self._prove(self._replay, failure))
         ends = {r: self._board.find(f"ended/{r}", _End) for r in range(self._topology.world_size)}
         failed = sorted(
             ((r, e) for r, e in ends.items() if e is not None and e.message),
@@ -327,6 +352,32 @@ class ScriptRun:
             else ()
         )
         self._keep(status="failed" if failures else "complete", failures=failures)
+
+    # -- the replay ---------------------------------------------------------------------------
+
+    def _share(self, replay: Replay) -> None:
+        """Has this rank's micro-batches wait for rank 0 in the run folder."""
+        rank = self._topology.rank
+        if not paths.run_file(self._folder).is_file():
+            # Nobody would ever fetch them there, nor remove them.
+            replay.kept.give_up("its node does not see the run folder")
+        problem = replay.share(paths.replay_file(self._folder, rank))
+        if problem is not None:
+            self._board.publish(f"replay/{rank}", problem)
+
+    def _prove(self, replay: Replay, failure: str | None) -> BatchProof:
+        """Computes the kept step again on rank 0, when the script has ended."""
+        try:
+            if failure:
+                return not_compared("the script has failed")
+            return replay.prove(
+                self._level.accumulation if self._level else 1,
+                lambda rank: paths.replay_file(self._folder, rank),
+                lambda rank: self._board.find(f"replay/{rank}", str),
+            )
+        finally:
+            for rank in range(self._topology.world_size):
+                paths.replay_file(self._folder, rank).unlink(missing_ok=True)
 
     def _keep_for_rank_0(self, end: _End) -> None:
         """Notes a failure in ``run.json`` from another rank: rank 0 trains on, and will be killed.
@@ -371,6 +422,7 @@ class ScriptRun:
             bucket_bytes=buckets,
             sources=attachment.sources,
             reduced=tuple(ParameterFacts(name, p.nbytes) for name, p in reduced.items()),
+            loss_divisor=attachment.loss_divisor,
         )
         self._level = LevelSettings(
             id=LEVEL,

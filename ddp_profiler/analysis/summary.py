@@ -14,6 +14,7 @@ from ddp_profiler import units
 from ddp_profiler.analysis import allreduce, model, statistics
 from ddp_profiler.analysis.clocks import ClockOffset, CommonClock, offsets
 from ddp_profiler.analysis.findings import find
+from ddp_profiler.analysis.gradient_scale import scale_notes
 from ddp_profiler.analysis.link import Link, link_of
 from ddp_profiler.analysis.machine import explain
 from ddp_profiler.analysis.model import StepCosts
@@ -403,7 +404,14 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         allreduce=allreduce.isolated(measured.columns, measured.index, level.dp, _link(info, facts))
         if len(measured.columns) == level.dp
         else None,
-        batch_check=_batch_check(level, observed, micro_steps, facts, _declared(info, level)),
+        batch_check=_batch_check(
+            level,
+            observed,
+            micro_steps,
+            facts,
+            _declared(info, level),
+            scale_notes(info, level, facts),
+        ),
         overhead=_overhead(measured.plain, measured.instrumented),
         gradient_ready=_gradient_ready(measured),
         costs_ms=costs,
@@ -613,6 +621,7 @@ def _batch_check(
     micro_steps: float | None,
     facts: LevelFacts | None,
     declared: int | None,
+    more_notes: Sequence[str],
 ) -> BatchCheck:
     notes = []
     if observed is None:
@@ -629,6 +638,7 @@ def _batch_check(
     proof = facts.proof if facts else None
     if proof is not None:
         notes += proof.notes
+    notes += more_notes
     known = {level.global_batch, observed} | ({declared} if declared is not None else set())
     return BatchCheck(
         declared=declared,

@@ -58,8 +58,21 @@ when a rank fails.
 """
 
 _FOR_SCRIPTS = frozenset(
-    {"steps", "warmup", "expect_global_batch", "timeout_s", "out", "debug", "batch_dim", "module"}
+    {
+        "steps",
+        "warmup",
+        "expect_global_batch",
+        "timeout_s",
+        "out",
+        "debug",
+        "batch_dim",
+        "module",
+        "replay",
+    }
 )
+
+
+_SCRIPT_ONLY = frozenset({"module", "batch_dim", "replay"})
 
 
 def _numbers(
@@ -86,6 +99,13 @@ _defaults = StudyConfig()
     default=0,
     show_default=True,
     help="With SCRIPT: the dimension of the model's first input that counts samples.",
+)
+@click.option(
+    "--replay",
+    metavar="package.module:function",
+    help="With SCRIPT: your function from the bare model and the micro-batches of one step to the "
+    "loss of the whole global batch; the gradients that DDP reduced are compared with it, see "
+    "docs/scripts.md.",
 )
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Model, with its options.")
 @click.option(
@@ -236,8 +256,8 @@ def command(
         _refuse(context, given - _FOR_SCRIPTS, "belongs to studies, not to a script of your own")
         chosen = {name: options[name] for name in _FOR_SCRIPTS}
         return ScriptConfig(script=words[0], arguments=words[1:], **chosen)
-    _refuse(context, given & {"module", "batch_dim"}, "needs the SCRIPT that it is about")
-    return StudyConfig(**{k: v for k, v in options.items() if k not in ("module", "batch_dim")})
+    _refuse(context, given & _SCRIPT_ONLY, "needs the SCRIPT that it is about")
+    return StudyConfig(**{k: v for k, v in options.items() if k not in _SCRIPT_ONLY})
 
 
 def _refuse(context: click.Context, names: set[str], why: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ from torch.optim.optimizer import (
 from ddp_profiler.measure import backward, ddp_adapter
 from ddp_profiler.measure.backward import BackwardWatch
 from ddp_profiler.measure.batches import number_of_samples
+from ddp_profiler.measure.kept_step import KeptStep
+from ddp_profiler.measure.loss_divisor import loss_divisor
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.measure.other_training import OtherTraining
 from ddp_profiler.measure.steps import StepTracker
@@ -59,6 +62,7 @@ class Attachment:
         on_failure: Told if something of ours has failed; nothing is left installed then.
         on_block: Told, between two steps, the variant of the block that begins; None at the end
             of the plan, when nothing is left installed.
+        kept: Keeps what one step can be computed again from.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Attachment:
         batch_dim: int = 0,
         on_failure: Callable[[Exception], None],
         on_block: Callable[[Variant | None], None] = lambda _: None,
+        kept: KeptStep | None = None,
     ) -> None:
         self.ddps: list[DDP] = []
         self.built = False
@@ -82,6 +87,10 @@ class Attachment:
         self._batch_dim = batch_dim
         self._on_failure = on_failure
         self._on_block = on_block
+        self._kept = kept
+        self._divisors: Counter[float | None] = Counter()
+        self._scaled = False
+        """Whether a GradScaler has scaled a loss since the last backward."""
         self._adapters: list[ddp_adapter.DdpAdapter] = []
         self._thread = threading.get_ident()
         self._depth: dict[str, int] = {}
@@ -115,6 +124,7 @@ class Attachment:
         self._replace(Optimizer, "zero_grad", self._of_optimizer("zero"))
         self._replace(torch.amp.GradScaler, "step", self._of_optimizer("scaler", ends_step=True))
         self._replace(torch.amp.GradScaler, "unscale_", self._of_optimizer("unscale"))
+        self._replace(torch.amp.GradScaler, "scale", self._on_scale)
         for name in _CLIPPING:
             for module in (torch.nn.utils, torch.nn.utils.clip_grad):
                 self._replace(module, name, self._of_optimizer("clip"))
@@ -237,7 +247,7 @@ class Attachment:
         if self._depth.get("forward"):
             return original(*args, **keywords)
         evaluates = not torch.is_grad_enabled()
-        begin = self._guard(self._begin_call, evaluates)
+        begin = self._guard(self._begin_call, evaluates, inputs)
         try:
             _, result = self._outermost("forward", lambda: original(*args, **keywords))
         finally:
@@ -246,8 +256,12 @@ class Attachment:
             self._guard(self._end_call, evaluates, begin, inputs)
         return result
 
-    def _begin_call(self, evaluates: bool) -> Any:
-        self.tracker.act()
+    def _begin_call(self, evaluates: bool, inputs: Any) -> Any:
+        self._act()
+        if self._kept is not None and evaluates:
+            self._kept.evaluated(self.tracker.step)
+        elif self._kept is not None:
+            self._kept.called(self.tracker.step, inputs)
         if not evaluates:
             self.tracker.begins_call()
             if self.tracker.observing:
@@ -286,11 +300,23 @@ class Attachment:
                 root = next(iter(root))
             if isinstance(root, Tensor) and root.requires_grad:
                 handle = self._watch.watch(root)
+                if self.tracker.warming_up:
+                    self._divisors[loss_divisor(root, scaled=self._scaled)] += 1
             self.recorder.phase = SpanKind.BACKWARD
         return self.recorder.mark(), handle
 
     def _end_backward(self, begin: Any) -> None:
         self.tracker.went_back(begin, self.recorder.mark())
+        self._scaled = False
+        if self._kept is not None:
+            self._kept.went_back(self.tracker.step)
+
+    def _on_scale(self, original: Any, args: Any, keywords: Any) -> Any:
+        result = original(*args, **keywords)
+        self._scaled = True
+        if self._kept is not None:
+            self._kept.scaled(self.tracker.step, args[0])
+        return result
 
     def _on_fetch(self, original: Any, args: Any, keywords: Any) -> Any:
         begin = self._guard(self._begin_act)
@@ -302,6 +328,8 @@ class Attachment:
             raise
         if outermost and begin is not None:
             self._guard(self._end_fetch, begin)
+            if self._kept is not None:
+                self._kept.fetched(self.tracker.step, args[0], batch)
         return batch
 
     def _end_fetch(self, begin: Any) -> None:
@@ -309,8 +337,13 @@ class Attachment:
         evaluates = not torch.is_grad_enabled() or not any(d.module.training for d in self.ddps)
         self.tracker.fetched(begin, self.recorder.mark(), evaluates=evaluates)
 
-    def _begin_act(self) -> Any:
+    def _act(self) -> None:
         self.tracker.act()
+        if self._kept is not None:
+            self._kept.begins(self.tracker.step, self.ddps, self.reduced)
+
+    def _begin_act(self) -> Any:
+        self._act()
         return self.recorder.mark()
 
     def _before_step(self, *_: Any) -> None:
@@ -364,6 +397,11 @@ class Attachment:
             for name, source in adapter.sources.items():
                 known[name] = source if name not in known or known[name] == source else None
         return known
+
+    @property
+    def loss_divisor(self) -> float | None:
+        """What the loss of most micro-steps of the warm-up was divided by before backward."""
+        return self._divisors.most_common(1)[0][0] if self._divisors else None
 
     def reduced(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that are reduced, each once, frozen and ignored ones not."""

@@ -201,6 +201,13 @@ class DdpAdapter:
         self.attached = False
 
 
+def has_user_hook(ddp: DDP) -> bool:
+    """Tells whether a communication hook of the script's reduces a model's gradients."""
+    if ddp in _user_hooks:
+        return True
+    return any(hook is not _observing_hook for hook, _ in getattr(ddp, "_comm_hooks", ()))
+
+
 @untraced
 def _observing_hook(state: DdpAdapter, bucket: Any) -> Any:
     """Reduces a bucket as DDP does by itself, and notes it while its adapter is attached.

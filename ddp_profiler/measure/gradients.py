@@ -35,6 +35,7 @@ def compare_gradients(
     level: LevelSettings,
     *,
     must_be_equal: bool = True,
+    rounding: float = 0.0,
 ) -> BatchProof:
     """Compares a level's gradients with those of one process.
 
@@ -50,6 +51,8 @@ def compare_gradients(
         reference: Of one process, with the same names.
         level: The settings that a factor may be a product of.
         must_be_equal: Whether a difference that is no factor needs an explanation.
+        rounding: Relative rounding of what was computed with on the way, where it is more than
+            that of the gradients' type. A factor within 4 of it is given as 1.
 
     Returns:
         A proof that says nothing of whether ranks agree.
@@ -97,9 +100,11 @@ def compare_gradients(
     ]
     factor = sum(p for p, _ in products) / sum(q for _, q in products)
     # Types with fewer digits round by more.
-    eps = max((torch.finfo(g.dtype).eps for g in gradients.values() if g is not None), default=0)
+    eps = max((torch.finfo(g.dtype).eps for g in gradients.values() if g is not None), default=0.0)
+    eps = max(eps, rounding)
     tolerance, rounding = max(_TOLERANCE, 4 * eps), max(_TOLERANCE, 16 * eps)
     if abs(factor - 1) <= tolerance:
+        factor = 1.0 if tolerance > _TOLERANCE else factor
         unexplained = error > rounding and must_be_equal
         notes += [_UNEXPLAINED] if unexplained else []
         return BatchProof(

@@ -101,6 +101,19 @@ def full_precision(device: torch.device) -> Iterator[None]:
             setting.fp32_precision = value
 
 
+def fp32_rounding(device: torch.device) -> float:
+    """Returns the relative rounding of products in fp32, as the settings in force have it.
+
+    Args:
+        device: Where they are computed.
+    """
+    on_gpu = (_BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn)
+    settings = [s for s in _PRECISIONS if (s in on_gpu) == (device.type == "cuda")]
+    roundings = {"tf32": 2.0**-10, "bf16": 2.0**-7}
+    exact = torch.finfo(torch.float32).eps
+    return max((roundings.get(s.fp32_precision, exact) for s in settings), default=exact)
+
+
 def random_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Restores torch's random numbers at the end.
 

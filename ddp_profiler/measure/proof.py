@@ -81,7 +81,7 @@ def prove_batch(
             samples = _step(ddp, workload, own, scale_loss, syncs or (lambda m: m == last))
             gradients = {name: parameter.grad for name, parameter in _reduced(ddp)}
         ranks_agree, notes = _compare_ranks(gradients, level, group, device)
-        notes += _caveats(modules, level)
+        notes += caveats(modules, level)
         alone_s = _slowest(time_per_micro_step_s or 0.0, level, group, device)
         alone_s *= level.accumulation * level.dp
         if alone_s > budget_s:
@@ -171,8 +171,13 @@ def _comm(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     return device if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 
-def _caveats(modules: Iterable[nn.Module], level: LevelSettings) -> list[str]:
-    """Tells why the gradients of one process need not be those of the level."""
+def caveats(modules: Iterable[nn.Module], level: LevelSettings) -> list[str]:
+    """Tells why the gradients of one process need not be those of the level.
+
+    Args:
+        modules: What is trained; each with all that is inside.
+        level: The settings in force.
+    """
     if level.dp * level.accumulation == 1:
         return []  # The one process sees the same samples from the same state.
     inside = [module for top in modules for module in top.modules()]
@@ -194,6 +199,15 @@ def _caveats(modules: Iterable[nn.Module], level: LevelSettings) -> list[str]:
             "gradients need not equal those of one process."
         )
     return notes
+
+
+def unevenness(samples: Sequence[int | None]) -> str:
+    """Says what unequal numbers of samples in micro-batches mean for the mean."""
+    numbers = [number or 0 for number in samples]
+    return (
+        f"Micro-batches have from {min(numbers)} to {max(numbers)} samples: the mean of their "
+        "means need not be the mean over samples."
+    )
 
 
 def _uses_batch(norm: _BatchNorm) -> bool:
@@ -261,11 +275,7 @@ def _against_one_process(
     notes = []
     uneven = len(set(samples)) > 1
     if uneven:
-        notes.append(
-            f"Micro-batches have from {min(s or 0 for s in samples)} to "
-            f"{max(s or 0 for s in samples)} samples: the mean of their means need not be the "
-            "mean over samples."
-        )
+        notes.append(unevenness(samples))
 
     def gradient(batch: Any) -> list[Tensor | None]:
         with state_kept(modules, device), alone(modules):
@@ -292,7 +302,7 @@ def _against_one_process(
         )
         weights = [float(s or 1) for s in samples]
         found = _mean((gradient(batch) for batch in micro_batches), weights)
-    must_be_equal = not uneven and not _caveats(modules, level)
+    must_be_equal = not uneven and not caveats(modules, level)
     proof = compare_gradients(
         gradients,
         dict(zip(parameters, found, strict=True)),

@@ -66,6 +66,11 @@ class StepTracker:
         return self._variant in _OBSERVED
 
     @property
+    def warming_up(self) -> bool:
+        """Whether what happens now is left out of the figures."""
+        return self._variant is Variant.WARMUP
+
+    @property
     def done(self) -> bool:
         """Whether all blocks of the plan have been trained."""
         return self._variant is None

@@ -44,6 +44,11 @@ def partial_file(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
 
 
+def replay_file(folder: Path, rank: int) -> Path:
+    """Returns the path of the micro-batches that a rank keeps until the script has ended."""
+    return folder / f".replay-{rank:05d}.pt"
+
+
 def rank_files(folder: Path) -> dict[int, Path]:
     """Returns the rank files that are there, by rank."""
     found: dict[int, Path] = {}

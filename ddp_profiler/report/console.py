@@ -200,7 +200,11 @@ def _rows(levels: Sequence[LevelResult]) -> list[_Row]:
         lambda v: f"{v.micro_batch} x {v.accumulation} x {v.dp}",
     )
     row("global batch (samples)", _batch)
-    if any(level.batch_check.ranks_agree is not None for level in levels):
+    checks = [level.batch_check for level in levels]
+    if any(
+        check.ranks_agree is not None or check.gradient_max_rel_error is not None
+        for check in checks
+    ):
         row("  gradient error", _gradient_error)
     row("plain step (median)", lambda v: units.ms(v.step_ms.median if v.step_ms else None), "bold")
     row("  95 % interval", _interval)

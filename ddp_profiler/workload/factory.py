@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import inspect
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,13 +20,25 @@ from ddp_profiler.workload.catalog import (
     GptOptions,
     MlpOptions,
     TimedOptions,
-    close_match,
     parse_spec,
 )
 from ddp_profiler.workload.definition import Workload, WorkloadSettings
+from ddp_profiler.workload.importing import (
+    REPAIR,
+    Wanted,
+    describe_error,
+    file_of,
+    find_function,
+)
 
 _DOCS = "docs/custom-models.md"
-_REPAIR = "Correct it; --debug shows the stack trace."
+_FACTORY = Wanted(
+    noun="factory",
+    arguments=1,
+    definition="def {}(settings: WorkloadSettings) -> Workload",
+    kind="a function from WorkloadSettings to Workload",
+    docs=_DOCS,
+)
 
 
 def build(spec: str, *, seed: int, micro_batch: int, data: str | Path | None = None) -> Workload:
@@ -87,8 +96,8 @@ def _build_custom(spec: FactorySpec, settings: WorkloadSettings) -> Workload:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        file = getattr(sys.modules.get(spec.module), "__file__", None)
-        raise InputError(f"--model {spec} raised {_describe(error, file)}.", _REPAIR) from error
+        what = describe_error(error, file_of(spec.module))
+        raise InputError(f"--model {spec} raised {what}.", REPAIR) from error
     if not isinstance(workload, Workload):
         raise InputError(
             f"--model {spec} returned {type(workload).__name__}, not a Workload.",
@@ -101,49 +110,10 @@ def _build_custom(spec: FactorySpec, settings: WorkloadSettings) -> Workload:
 
 def _load(spec: FactorySpec) -> Callable[[WorkloadSettings], Any]:
     _make_current_folder_importable()
-    try:
-        module = importlib.import_module(spec.module)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and _is_of(spec.module, error.name):
-            raise InputError(
-                f"--model {spec}: {error}.",
-                "Run from the folder that holds it, or add that folder to PYTHONPATH.",
-            ) from error
-        raise InputError(
-            f"--model {spec}: importing {spec.module} raised {_describe(error, None)}.", _REPAIR
-        ) from error
-    target: Any = module
-    for name in spec.attribute.split("."):
-        if not hasattr(target, name):
-            file = getattr(module, "__file__", None) or "no file"
-            raise InputError(
-                f"--model {spec}: module {spec.module} ({file}) has no {spec.attribute}"
-                f"{close_match(name, dir(target))}",
-                f"Correct the name, or define the factory; see {_DOCS}.",
-            )
-        target = getattr(target, name)
-    if not callable(target):
-        raise InputError(
-            f"--model {spec} is {type(target).__name__}, not a function.",
-            f"Name a function from WorkloadSettings to Workload; see {_DOCS}.",
-        )
-    _check_signature(spec, target)
-    factory: Callable[[WorkloadSettings], Any] = target
+    factory: Callable[[WorkloadSettings], Any] = find_function(
+        f"--model {spec}", spec.module, spec.attribute, _FACTORY
+    )
     return factory
-
-
-def _check_signature(spec: FactorySpec, target: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):
-        return  # Some callables do not tell theirs; calling will show.
-    try:
-        signature.bind(None)
-    except TypeError:
-        raise InputError(
-            f"--model {spec} cannot be called with one argument: it takes {signature}.",
-            f"Define it as def {spec.attribute}(settings: WorkloadSettings) -> Workload.",
-        ) from None
 
 
 def _make_current_folder_importable() -> None:
@@ -151,23 +121,3 @@ def _make_current_folder_importable() -> None:
     folder = str(Path.cwd())
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
-
-
-def _is_of(module: str, missing: str | None) -> bool:
-    return missing is not None and f"{module}.".startswith(f"{missing}.")
-
-
-def _describe(error: BaseException, file: str | None) -> str:
-    """Returns an exception as one line: type, first line of its message, place."""
-    lines = str(error).strip().splitlines()
-    what = f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
-    if isinstance(error, SyntaxError) and error.filename:
-        return what  # Its message has the place.
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<frozen") and frame.filename != __file__
-    ]
-    # The user's own line says more than the one deep in a library.
-    own = [frame for frame in frames if frame.filename == file] or frames
-    return f"{what} ({own[-1].filename}:{own[-1].lineno})" if own else what

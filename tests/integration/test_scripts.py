@@ -88,9 +88,14 @@ def test_training_stays_what_it_was(observed, alone, ranks, case):
     assert setting == (4, accumulation, ranks)
     assert level["batch_check"]["observed"] == 4 * accumulation * ranks
     assert level["batch_check"]["ok"]
-    assert level["batch_check"]["notes"] == (
-        ["2 forward calls a step and rank, not 1."] if case == "two_models" else []
+    notes = {"two_models": ["2 forward calls a step and rank, not 1."]}.get(case, [])
+    notes.append(
+        "The gradient's scale cannot be told from the run alone; --replay "
+        "package.module:function compares it with one process."
     )
+    if case == "accumulation":
+        notes.append("The loss is divided by 2 before backward; accumulation is 2.")
+    assert level["batch_check"]["notes"] == notes
     parts = level["breakdown_ms"]
     assert list(parts) == list(PARTS)
     assert sum(parts.values()) == pytest.approx(level["instrumented_step_ms"]["mean"])

@@ -237,11 +237,11 @@ def test_state_is_kept_whatever_a_model_does():
     ],
 )
 def test_caveats(make, note):
-    notes = proof._caveats([nn.Sequential(make())], level(2, 2))
+    notes = proof.caveats([nn.Sequential(make())], level(2, 2))
     assert [n.startswith(note) for n in notes] == ([True] if note else [])
-    assert proof._caveats([nn.Sequential(make())], level()) == []
+    assert proof.caveats([nn.Sequential(make())], level()) == []
     if note == "Synchronised BatchNorm":
-        assert proof._caveats([nn.Sequential(make())], level(2, 1)) == []
+        assert proof.caveats([nn.Sequential(make())], level(2, 1)) == []
 
 
 def test_fp32_is_fp32_inside_and_settings_come_back():

@@ -63,7 +63,9 @@ def test_options_of_studies_are_refused(script, option):
         parse(*option, "train.py")
 
 
-@pytest.mark.parametrize("option", [("--module",), ("--batch-dim", "1")])
+@pytest.mark.parametrize(
+    "option", [("--module",), ("--batch-dim", "1"), ("--replay", "package.module:loss")]
+)
 def test_options_of_scripts_need_one(option):
     with pytest.raises(UsageError, match=f"{option[0]} needs the SCRIPT"):
         parse(*option)
@@ -78,6 +80,10 @@ def test_options_of_scripts_need_one(option):
         (["--batch-dim", "-1", "train.py"], "--batch-dim -1 is below 0"),
         (["--expect-global-batch", "0", "train.py"], "--expect-global-batch 0 is below 1"),
         (["--timeout", "0", "train.py"], "--timeout 0 is no time"),
+        (["--replay", "oracle", "train.py"], "--replay oracle is not of the form"),
+        (["--replay", "a-b:loss", "train.py"], "--replay a-b:loss is not of the form"),
+        (["--replay", ":loss", "train.py"], "--replay :loss is not of the form"),
+        (["--replay", "a:b", "--warmup", "2", "train.py"], "--warmup 2 is too few for --replay"),
     ],
 )
 def test_settings_out_of_range(script, words, message):

@@ -31,7 +31,17 @@ class Tokens(Dataset):
 
 
 torch.manual_seed(0)
-config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=32)
+# Without dropout, so that another process has the same gradients.
+config = GPT2Config(
+    n_layer=1,
+    n_embd=32,
+    n_head=2,
+    vocab_size=64,
+    n_positions=32,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+)
 model = GPT2LMHeadModel(config)
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
