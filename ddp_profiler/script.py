@@ -42,6 +42,7 @@ from ddp_profiler.schema import (
     LevelFacts,
     LevelSettings,
     ParameterFacts,
+    RankFeed,
     RankPlace,
     RunInfo,
     Variant,
@@ -104,6 +105,7 @@ class ScriptRun:
             batch_dim=config.batch_dim,
             on_failure=self._step_aside,
             on_block=self._block_begins,
+            on_feed=self._publish_feed,
         )
 
     def prepare(self) -> None:
@@ -194,6 +196,12 @@ class ScriptRun:
                     f"without us. ddp-profiler analyze {self._folder} shows them already."
                 )
 
+    def _publish_feed(self) -> None:
+        """Makes known what feeds training here: before ranks of unequal loaders can hang."""
+        rank, feed = self._topology.rank, self._attachment.feed
+        known = RankFeed(rank, tuple(feed.loaders), tuple(feed.digests), feed.joins)
+        self._board.publish(f"feed/{rank}", known)
+
     @property
     def _trained(self) -> bool:
         return self._attachment.started and self._attachment.tracker.step > 0
@@ -241,7 +249,8 @@ class ScriptRun:
         try:
             if attachment.started and not attachment.tracker.done and not self._failure:
                 attachment.tracker.finish()
-                if self._trained:
+                # Where the plan ended with this step, it is described and let go of already.
+                if self._trained and not attachment.tracker.done:
                     self._describe(final=True)
         finally:
             attachment.uninstall()
@@ -298,7 +307,8 @@ class ScriptRun:
         """Writes what is known so far, on rank 0."""
         if self._topology.rank == 0:
             if self._level is not None and self._facts is not None:
-                changes |= {"levels": (self._level,), "facts": (self._facts,)}
+                facts = replace(self._facts, feeds=self._feeds())
+                changes |= {"levels": (self._level,), "facts": (facts,)}
                 changes |= {"ranks": self._places(), "environment": self._environment}
             self._keeper.update(**changes)
 
@@ -338,6 +348,12 @@ class ScriptRun:
                     first.process_group._get_backend_name().lower(),
                 )
             }
+
+    def _feeds(self) -> tuple[RankFeed, ...]:
+        """Returns what feeds training on the ranks that have said so."""
+        ranks = range(self._topology.world_size)
+        found = [self._board.find(f"feed/{rank}", RankFeed) for rank in ranks]
+        return tuple(feed for feed in found if feed is not None)
 
     def _places(self) -> tuple[RankPlace, ...]:
         """Returns where the ranks run that have built a model so far."""

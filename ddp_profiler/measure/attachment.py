@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 from ddp_profiler.measure import backward, ddp_adapter
 from ddp_profiler.measure.backward import BackwardWatch
 from ddp_profiler.measure.batches import number_of_samples
+from ddp_profiler.measure.feeding import FeedWatch
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.measure.steps import StepTracker
 from ddp_profiler.measure.untraced import skip_frame
@@ -54,6 +55,7 @@ class Attachment:
         on_failure: Told if something of ours has failed; nothing is left installed then.
         on_block: Told, between two steps, the variant of the block that begins; None at the end
             of the plan, when nothing is left installed.
+        on_feed: Told when more is known of what feeds training.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Attachment:
         batch_dim: int = 0,
         on_failure: Callable[[Exception], None],
         on_block: Callable[[Variant | None], None] = lambda _: None,
+        on_feed: Callable[[], None] = lambda: None,
     ) -> None:
         self.ddps: list[DDP] = []
         self.built = False
@@ -71,6 +74,7 @@ class Attachment:
         self.started = False
         self.recorder: Recorder
         self.tracker: StepTracker
+        self.feed = FeedWatch(on_feed, batch_dim)
         self._watch: BackwardWatch
         self._make_recorder = make_recorder
         self._plan = plan
@@ -233,7 +237,7 @@ class Attachment:
         finally:
             self.recorder.phase = None
         if begin is not None:
-            self._guard(self._end_call, evaluates, begin, inputs)
+            self._guard(self._end_call, evaluates, begin, args[0], inputs)
         return result
 
     def _begin_call(self, evaluates: bool) -> Any:
@@ -244,13 +248,16 @@ class Attachment:
                 self.recorder.phase = SpanKind.FORWARD
         return self.recorder.mark()
 
-    def _end_call(self, evaluates: bool, begin: Any, inputs: Any) -> None:
+    def _end_call(self, evaluates: bool, begin: Any, model: Any, inputs: Any) -> None:
         end = self.recorder.mark()
         if evaluates:
+            self.feed.evaluated()
             self.tracker.interrupted(Interruption.EVALUATION, begin, end)
         else:
             samples = number_of_samples(inputs, self._batch_dim)
-            self.tracker.called(begin, end, samples)
+            ddp = getattr(model, "_orig_mod", model)
+            self.tracker.called(begin, end, samples, self.feed.tokens(ddp, inputs))
+            self.feed.trained(samples, joins=ddp._join_config.enable)
 
     def _on_backward(self, original: Any, args: Any, keywords: Any) -> Any:
         if self._depth.get("backward"):
@@ -283,11 +290,20 @@ class Attachment:
         self.tracker.went_back(begin, self.recorder.mark())
 
     def _on_fetch(self, original: Any, args: Any, keywords: Any) -> Any:
-        begin = self._guard(self._begin_act)
+        begin = self._guard(self._begin_fetch, args[0])
         outermost, batch = self._outermost("fetch", lambda: original(*args, **keywords))
         if outermost and begin is not None:
-            self._guard(lambda: self.tracker.fetched(begin, self.recorder.mark()))
+            self._guard(self._end_fetch, begin, args[0], batch)
         return batch
+
+    def _begin_fetch(self, iterator: Any) -> Any:
+        self.tracker.act()
+        self.feed.meet(iterator)
+        return self.recorder.mark()
+
+    def _end_fetch(self, begin: Any, iterator: Any, batch: Any) -> None:
+        self.tracker.fetched(begin, self.recorder.mark())
+        self.feed.fetched(iterator, batch, compares=self.tracker.warming_up)
 
     def _begin_act(self) -> Any:
         self.tracker.act()
