@@ -7,10 +7,12 @@ pads or cuts, the loader keeps or drops the last micro-batch, the window the las
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 from ddp_profiler.errors import UsageError
+from ddp_profiler.naming import name_ranks
 
 
 @dataclass(frozen=True)
@@ -285,3 +287,25 @@ def dealt_epoch(
         samples_dropped_by_loader=0,
         samples_dropped_by_window=left_over * each if window == DROP else 0,
     )
+
+
+def unequal(counts: Mapping[int, int | None]) -> dict[int, int]:
+    """Returns a count of each rank if they are all known and not all the same; else nothing.
+
+    >>> unequal({0: 12, 1: 11}), unequal({0: 12, 1: None}), unequal({0: 12, 1: 12})
+    ({0: 12, 1: 11}, {}, {})
+    """
+    known = {rank: count for rank, count in counts.items() if count is not None}
+    return known if len(known) == len(counts) and len(set(known.values())) > 1 else {}
+
+
+def by_value(counts: Mapping[int, int]) -> str:
+    """Returns counts in words, with the ranks that have them.
+
+    >>> by_value({0: 12, 1: 11, 2: 12})
+    '11 on rank 1, 12 on ranks 0, 2'
+    """
+    ranks: dict[int, list[int]] = {}
+    for rank, count in counts.items():
+        ranks.setdefault(count, []).append(rank)
+    return ", ".join(f"{count} on {name_ranks(ranks[count])}" for count in sorted(ranks))

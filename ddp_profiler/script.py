@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ddp_profiler.batch import by_value, unequal
 from ddp_profiler.config import ScriptConfig
 from ddp_profiler.errors import EXIT_DONE
 from ddp_profiler.keeper import RunKeeper, describe_script
@@ -184,6 +185,7 @@ class ScriptRun:
         if variant is Variant.WARMUP and self._level is None and self._trained:
             self._describe(final=False)
             self._keep()
+            self._warn_of_unequal_epochs()
         elif variant is None:
             self._describe(final=True)
             self._attachment.let_go()
@@ -195,6 +197,18 @@ class ScriptRun:
                     f"{config.warmup} + {2 * config.steps} steps were observed; training goes on "
                     f"without us. ddp-profiler analyze {self._folder} shows them already."
                 )
+
+    def _warn_of_unequal_epochs(self) -> None:
+        """Says that ranks will part at the end of an epoch, while there is somebody to say it."""
+        if self._topology.rank != 0:
+            return
+        feeds = [feed for feed in self._feeds() if feed.loaders and not feed.joins]
+        counts = unequal({feed.rank: feed.loaders[0].batches for feed in feeds})
+        if counts:
+            self._say(
+                f"an epoch has {by_value(counts)} micro-batches: the ranks with more will wait "
+                "without end for the others after it, unless a number of steps ends it before."
+            )
 
     def _publish_feed(self) -> None:
         """Makes known what feeds training here: before ranks of unequal loaders can hang."""

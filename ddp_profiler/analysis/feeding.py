@@ -8,6 +8,7 @@ from ddp_profiler import units
 from ddp_profiler.analysis.observed import Feeding
 from ddp_profiler.analysis.results import Finding, LevelResult
 from ddp_profiler.analysis.windows import list_windows
+from ddp_profiler.batch import by_value, unequal
 from ddp_profiler.schema import LoaderFacts, RankFeed
 
 _WAITING_SHARE = 0.1
@@ -124,24 +125,18 @@ def _remedy(feeds: Sequence[RankFeed]) -> str:
 
 def _unequal(feeding: Feeding) -> list[tuple[str, Mapping[int, int]]]:
     """Returns what ranks have unequal numbers of in a step."""
-    found: list[tuple[str, Mapping[int, int]]] = []
-    for what, numbers in (
+    counts = (
         ("samples a micro-step", {r.rank: r.micro_batch for r in feeding.ranks}),
         ("micro-steps a step", {r.rank: r.micro_steps for r in feeding.ranks}),
-    ):
-        known = {rank: number for rank, number in numbers.items() if number is not None}
-        if len(known) == len(numbers) and len(set(known.values())) > 1:
-            found.append((what, known))
-    return found
+    )
+    return [(what, known) for what, numbers in counts if (known := unequal(numbers))]
 
 
 def _epoch_lengths(feeding: Feeding) -> Mapping[int, int]:
     """Returns micro-batches of an epoch by rank where they are unequal; else nothing."""
-    lengths = {feed.rank: feed.loaders[0].batches for feed in feeding.loaders if feed.loaders}
-    known = {rank: length for rank, length in lengths.items() if length is not None}
-    joined = any(feed.joins for feed in feeding.loaders)
-    equal = len(set(known.values())) < 2 or len(known) < len(feeding.loaders)
-    return {} if equal or joined else known
+    if any(feed.joins or not feed.loaders for feed in feeding.loaders):
+        return {}
+    return unequal({feed.rank: feed.loaders[0].batches for feed in feeding.loaders})
 
 
 def _about_unequal(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
@@ -150,7 +145,7 @@ def _about_unequal(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
         return
     numbers = [*unequal, *([("micro-batches an epoch", lengths)] if lengths else [])]
     text = f"{level.id}: ranks have unequal numbers of {_joined([what for what, _ in numbers])}."
-    evidence = "; ".join(f"{what}: {_by_value(known)}" for what, known in numbers)
+    evidence = "; ".join(f"{what}: {by_value(known)}" for what, known in numbers)
     each = {
         rank.rank: rank.micro_batch * rank.micro_steps
         for rank in feeding.ranks
@@ -176,13 +171,6 @@ def _about_unequal(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
         message=text,
         evidence=evidence,
     )
-
-
-def _by_value(numbers: Mapping[int, int]) -> str:
-    ranks: dict[int, list[int]] = {}
-    for rank, number in numbers.items():
-        ranks.setdefault(number, []).append(rank)
-    return ", ".join(f"{number} on {units.ranks(ranks[number])}" for number in sorted(ranks))
 
 
 def _joined(words: Sequence[str]) -> str:
@@ -225,12 +213,15 @@ def _about_windows(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
 
 def _about_waiting(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
     step = level.instrumented_step_ms
-    waits = {rank.rank: rank.breakdown_ms["data"] or 0.0 for rank in level.ranks}
+    waits = {rank.rank: rank.data_ms for rank in feeding.ranks if rank.data_ms is not None}
     if step is None or not waits or not feeding.loaders:
         return
     slowest = max(waits, key=lambda rank: waits[rank])
     longest = waits[slowest]
-    if longest <= _WAITING_MS or longest <= _WAITING_SHARE * step.mean:
+    interval = next(rank.data_ci95_ms for rank in feeding.ranks if rank.rank == slowest)
+    # What is certain: a few fetches that a busy machine has held up are nobody's fault.
+    least = interval[0] if interval is not None else 0.0
+    if least <= _WAITING_MS or least <= _WAITING_SHARE * step.mean:
         return
     others = [wait for rank, wait in waits.items() if rank != slowest]
     alone = bool(others) and longest > _WAITS_MORE * sum(others) / len(others)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ddp_profiler.analysis import statistics
 from ddp_profiler.analysis.parts import NULL, Columns, Floats, Ints, step_keys
 from ddp_profiler.analysis.windows import LeftOut, Window
 from ddp_profiler.batch import SHORT, Batch, Epoch, dealt_epoch, epoch
@@ -58,11 +59,15 @@ class RankBatch:
         rank: Global rank.
         micro_batch: Samples of a micro-step.
         micro_steps: Micro-steps of a step.
+        data_ms: Waiting for its DataLoader in a step, mean; None without recorded steps.
+        data_ci95_ms: 95 % interval of that mean, from a block bootstrap over steps.
     """
 
     rank: int
     micro_batch: int | None
     micro_steps: int | None
+    data_ms: float | None = None
+    data_ci95_ms: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,26 @@ def _steps(spans: Mapping[str, Ints]) -> dict[str, Ints]:
 
 def _rank_batch(rank: int, spans: Mapping[str, Ints]) -> RankBatch:
     samples = spans["samples"][spans["kind"] == SpanKind.FORWARD]
-    return RankBatch(rank, _usual(samples[samples != NULL]), _usual(_steps(spans)["index"]))
+    waits = _waits_ms(spans)
+    return RankBatch(
+        rank=rank,
+        micro_batch=_usual(samples[samples != NULL]),
+        micro_steps=_usual(_steps(spans)["index"]),
+        data_ms=float(waits.mean()) if len(waits) else None,
+        data_ci95_ms=statistics.block_bootstrap(waits, lambda v: np.mean(v, axis=-1)),
+    )
+
+
+def _waits_ms(spans: Mapping[str, Ints]) -> Floats:
+    """Returns the waiting for data of each recorded step in ms, in order."""
+    steps = _steps(spans)
+    recorded = steps["variant"] == int(Variant.INSTRUMENTED)
+    keys = np.unique(step_keys(steps["repetition"], steps["step"])[recorded])
+    key = step_keys(spans["repetition"], spans["step"])
+    data = (spans["kind"] == SpanKind.DATA) & np.isin(key, keys)
+    length = (spans["end_ns"] - spans["begin_ns"])[data] / 1e6
+    row = np.searchsorted(keys, key[data])
+    return np.bincount(row, weights=length, minlength=len(keys)).astype(np.float64)
 
 
 def _usual(values: Ints) -> int | None:
