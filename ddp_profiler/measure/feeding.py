@@ -205,8 +205,9 @@ def describe(iterator: Any) -> LoaderFacts:
             sampler_drop_last=_read(index, "drop_last", bool),
         )
     if isinstance(index, (SequentialSampler, RandomSampler)):
-        # Others that derive from them may take a share.
+        # Others that derive from them may take a share; with replacement there are no shares.
         plain = _defined_in_known(type(index), "__iter__")
+        plain = plain and not getattr(index, "replacement", False)
         kind = "sequential" if isinstance(index, SequentialSampler) else "random"
         return replace(
             found,
