@@ -206,8 +206,8 @@ class ScriptRun:
         counts = unequal({feed.rank: feed.loaders[0].batches for feed in feeds})
         if counts:
             self._say(
-                f"an epoch has {by_value(counts)} micro-batches: the ranks with more will wait "
-                "without end for the others after it, unless a number of steps ends it before."
+                f"micro-batches of an epoch: {by_value(counts)}. At its end the ranks with more "
+                "will wait without end for the others, unless a number of steps ends it before."
             )
 
     def _publish_feed(self) -> None:

@@ -34,6 +34,7 @@ def explains_mismatch(level: LevelResult) -> bool:
     check = level.batch_check
     return (
         level.feeding is not None
+        and level.dp >= len(level.feeding.ranks)
         and bool(_unequal(level.feeding))
         and check.declared in (None, check.observed)
     )
@@ -140,10 +141,13 @@ def _epoch_lengths(feeding: Feeding) -> Mapping[int, int]:
 
 
 def _about_unequal(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
-    unequal, lengths = _unequal(feeding), _epoch_lengths(feeding)
-    if not unequal and not lengths:
+    if level.dp < len(feeding.ranks):
+        # Several groups train: which ranks belong together is not known.
         return
-    numbers = [*unequal, *([("micro-batches an epoch", lengths)] if lengths else [])]
+    different, lengths = _unequal(feeding), _epoch_lengths(feeding)
+    if not different and not lengths:
+        return
+    numbers = [*different, *([("micro-batches an epoch", lengths)] if lengths else [])]
     text = f"{level.id}: ranks have unequal numbers of {_joined([what for what, _ in numbers])}."
     evidence = "; ".join(f"{what}: {by_value(known)}" for what, known in numbers)
     each = {
@@ -151,7 +155,8 @@ def _about_unequal(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
         for rank in feeding.ranks
         if rank.micro_batch is not None and rank.micro_steps is not None
     }
-    if unequal and len(set(each.values())) > 1:
+    weighed = bool(different) and len(set(each.values())) > 1
+    if weighed:
         small, large = min(each, key=lambda r: each[r]), max(each, key=lambda r: each[r])
         text += (
             " DDP averages gradients over ranks as if they were equal: where the loss is a mean, "
@@ -167,7 +172,7 @@ def _about_unequal(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
         )
     yield Finding(
         id="unequal-ranks",
-        severity="error" if unequal else "warning",
+        severity="error" if weighed else "warning",
         message=text,
         evidence=evidence,
     )

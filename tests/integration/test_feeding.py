@@ -68,7 +68,7 @@ def test_unequal_ranks(fed):
     )
     assert "a sample of rank 1 weighs 2 times one of rank 0" in found["unequal-ranks"]["message"]
     # Said while the script runs: at the end of an epoch it might be too late.
-    assert "an epoch has 11 on rank 1, 12 on rank 0 micro-batches" in run.err
+    assert "micro-batches of an epoch: 11 on rank 1, 12 on rank 0. " in run.err
     check = run.level("script")["batch_check"]
     assert (check["configured"], check["observed"], check["ok"]) == (8, 6, False)
 

@@ -266,6 +266,12 @@ def test_unequal_micro_steps():
     assert "a sample of rank 0 weighs 1.5 times one of rank 1" in finding["unequal-ranks"].message
 
 
+def test_another_split_of_the_same_samples_weighs_no_less():
+    finding = found(summary_of(rank(micro_steps=1), rank(micro_batch=2, micro_steps=2)))
+    assert finding["unequal-ranks"].severity == "warning"
+    assert "weighs" not in finding["unequal-ranks"].message
+
+
 def test_what_the_user_expects_is_an_error_of_its_own():
     columns = rank(), rank(micro_batch=1)
     expects = {"settings": {"expect_global_batch": 8}}
