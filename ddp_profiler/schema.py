@@ -26,7 +26,8 @@ class SpanKind(IntEnum):
     DATA = 1
     """The loop waits for its next micro-batch, host-to-device copy included."""
     FORWARD = 2
-    """Forward and loss of one micro-step."""
+    """Forward and loss of one micro-step; a script's ``value`` is the tokens that entered it, and
+    ``index`` the places that they took, padding included, where a mask tells them apart."""
     FORWARD_COMM = 3
     """A collective issued inside forward, such as DDP's buffer broadcast."""
     BACKWARD = 4
@@ -106,10 +107,11 @@ SPAN_COLUMNS: tuple[tuple[str, str], ...] = (
 ``level`` indexes ``run.json``'s levels. ``step`` counts optimizer steps within a
 level and repetition; ``micro_step`` counts within the step and is -1 for what
 belongs to the step as a whole. ``index`` is the ordinal of a gradient bucket in
-its micro-step, else -1. Times are integer nanoseconds on the rank's own timeline;
-``end_ns`` is null where the end was never noticed. ``bytes`` and ``samples`` are
-null where they do not apply. ``value`` is what the kind says: the tokens of a script's
-``FORWARD``, the parameters that a ``BOOKKEEPING`` map holds as unused on this rank, a digest.
+its micro-step, or what the kind says, else -1. Times are integer nanoseconds on
+the rank's own timeline; ``end_ns`` is null where the end was never noticed.
+``bytes`` and ``samples`` are null where they do not apply. ``value`` is what the
+kind says: the tokens of a script's ``FORWARD`` and ``STEP``, the parameters that
+a ``BOOKKEEPING`` map holds as unused on this rank, a digest.
 """
 
 NULLABLE_SPAN_COLUMNS = frozenset({"end_ns", "bytes", "samples", "value"})
@@ -275,6 +277,69 @@ class LinkStreams:
 
 
 @dataclass(frozen=True)
+class LoaderFacts:
+    """A DataLoader of a script from which training micro-batches came on one rank.
+
+    What a loader of unknown make does not tell is None; nothing is asked that could have an
+    effect on training.
+
+    Attributes:
+        sampling: How samples are chosen: ``distributed`` (a DistributedSampler), ``sharded``
+            (batches dealt out to ranks, as by Accelerate), ``sequential`` or ``random`` (the
+            whole data set), ``iterable`` (the data set itself chooses) or ``other``.
+        sampler: Class of what chooses samples or batches.
+        dataset: Class of the data set.
+        dataset_size: Samples that the sampler chooses from.
+        dataset_digest: Of what the data set holds: equal on ranks whose data sets are alike;
+            None where it holds something of unknown make.
+        num_replicas: Ranks among which the sampler shares the samples.
+        replica: The share of this rank, from 0.
+        sampler_drop_last: Whether the sampler cuts what cannot be shared; else it pads.
+        samples: Samples that the sampler gives this rank in an epoch.
+        batch_size: Samples of a micro-batch.
+        drop_last: Whether the loader drops a last, smaller micro-batch.
+        batches: Micro-batches of an epoch on this rank.
+        workers: Worker processes.
+        persistent_workers: Whether they outlive an epoch.
+        pin_memory: Whether batches are copied to pinned memory.
+    """
+
+    sampling: str
+    sampler: str | None = None
+    dataset: str | None = None
+    dataset_size: int | None = None
+    dataset_digest: int | None = None
+    num_replicas: int | None = None
+    replica: int | None = None
+    sampler_drop_last: bool | None = None
+    samples: int | None = None
+    batch_size: int | None = None
+    drop_last: bool | None = None
+    batches: int | None = None
+    workers: int | None = None
+    persistent_workers: bool | None = None
+    pin_memory: bool | None = None
+
+
+@dataclass(frozen=True)
+class RankFeed:
+    """What fed a script's training on one rank.
+
+    Attributes:
+        rank: Global rank.
+        loaders: The DataLoaders, in the order in which they first gave a training micro-batch.
+        digests: Of the first micro-batches that came from them and entered forward as they
+            were; equal on two ranks that trained on the same samples.
+        joins: Whether training ran under DDP's join, which lets ranks end early.
+    """
+
+    rank: int
+    loaders: tuple[LoaderFacts, ...] = ()
+    digests: tuple[int, ...] = ()
+    joins: bool = False
+
+
+@dataclass(frozen=True)
 class LevelFacts:
     """What the worker found out about a level while it ran it (rank 0 of the level writes it).
 
@@ -299,6 +364,7 @@ class LevelFacts:
             None at dp = 1.
         loss_divisor: What a script divides its loss by just before backward, in most
             micro-steps of the warm-up on rank 0; None where autograd shows no such number.
+        feeds: What fed training on each rank of a script; empty if not recorded.
     """
 
     id: str
@@ -316,6 +382,7 @@ class LevelFacts:
     machine: tuple[MachineUse, ...] = ()
     link: LinkStreams | None = None
     loss_divisor: float | None = None
+    feeds: tuple[RankFeed, ...] = ()
 
 
 @dataclass(frozen=True)

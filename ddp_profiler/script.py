@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from ddp_profiler import units
+from ddp_profiler.batch import by_value, unequal
 from ddp_profiler.config import ScriptConfig
 from ddp_profiler.errors import EXIT_DONE
 from ddp_profiler.keeper import RunKeeper, describe_script
@@ -50,6 +51,7 @@ from ddp_profiler.schema import (
     LevelFacts,
     LevelSettings,
     ParameterFacts,
+    RankFeed,
     RankPlace,
     RecordPart,
     RunInfo,
@@ -124,6 +126,7 @@ class ScriptRun:
             on_failure=self._step_aside,
             on_block=self._block_begins,
             kept=self._kept,
+            on_feed=self._publish_feed,
         )
 
     def prepare(self) -> None:
@@ -220,6 +223,7 @@ class ScriptRun:
             self._clocks.compare()
             self._describe(final=False)
             self._keep()
+            self._warn_of_unequal_epochs()
         elif variant is None:
             self._clocks.compare()
             self._clocks.close()
@@ -233,6 +237,24 @@ class ScriptRun:
                     f"{config.warmup} + {2 * config.steps} steps were observed; training goes on "
                     f"without us. ddp-profiler analyze {self._folder} shows them already."
                 )
+
+    def _warn_of_unequal_epochs(self) -> None:
+        """Says that ranks will part at the end of an epoch, while there is somebody to say it."""
+        if self._topology.rank != 0:
+            return
+        feeds = [feed for feed in self._feeds() if feed.loaders and not feed.joins]
+        counts = unequal({feed.rank: feed.loaders[0].batches for feed in feeds})
+        if counts:
+            self._say(
+                f"micro-batches of an epoch: {by_value(counts)}. At its end the ranks with more "
+                "will wait without end for the others, unless a number of steps ends it before."
+            )
+
+    def _publish_feed(self) -> None:
+        """Makes known what feeds training here: before ranks of unequal loaders can hang."""
+        rank, feed = self._topology.rank, self._attachment.feed
+        known = RankFeed(rank, tuple(feed.loaders), tuple(feed.digests), feed.joins)
+        self._board.publish(f"feed/{rank}", known)
 
     @property
     def _trained(self) -> bool:
@@ -300,7 +322,8 @@ class ScriptRun:
         try:
             if attachment.started and not attachment.tracker.done and not self._failure:
                 attachment.tracker.finish()
-                if self._trained:
+                # Where the plan ended with this step, it is described and let go of already.
+                if self._trained and not attachment.tracker.done:
                     self._clocks.compare()
                     self._describe(final=True)
         finally:
@@ -398,7 +421,8 @@ class ScriptRun:
             return
         if self._level is not None and self._facts is not None:
             places = self._places()
-            changes |= {"levels": (self._level,), "facts": (self._facts,), "ranks": places}
+            facts = replace(self._facts, feeds=self._feeds())
+            changes |= {"levels": (self._level,), "facts": (facts,), "ranks": places}
             changes |= {"environment": self._environments(places)}
             if self._topology.rank == 0:
                 changes |= {"clocks": self._clocks.found()}
@@ -450,6 +474,12 @@ class ScriptRun:
             if own is not None:
                 found.setdefault(str(place.node), own)
         return found
+
+    def _feeds(self) -> tuple[RankFeed, ...]:
+        """Returns what feeds training on the ranks that have said so."""
+        ranks = range(self._topology.world_size)
+        found = [self._board.find(f"feed/{rank}", RankFeed) for rank in ranks]
+        return tuple(feed for feed in found if feed is not None)
 
     def _places(self) -> tuple[RankPlace, ...]:
         """Returns where the ranks run that have built a model so far."""

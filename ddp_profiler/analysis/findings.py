@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ddp_profiler import units
+from ddp_profiler.analysis.feeding import explains_mismatch, find_feeding
 from ddp_profiler.analysis.machine import find_machine
 from ddp_profiler.analysis.placement import largest, packed_twin, scaling_curve
 from ddp_profiler.analysis.results import Finding, LevelResult
@@ -64,6 +65,7 @@ def find(levels: Sequence[LevelResult]) -> tuple[Finding, ...]:
     found = [
         *(finding for level in measured for finding in _about_batch(level)),
         *(finding for level in measured for finding in _about_reductions(level)),
+        *find_feeding(levels),
         *(finding for level in measured for finding in _about_stragglers(level)),
         *_about_limits(measured),
         *_about_loss(measured),
@@ -77,7 +79,7 @@ def find(levels: Sequence[LevelResult]) -> tuple[Finding, ...]:
 
 def _about_batch(level: LevelResult) -> Iterator[Finding]:
     check = level.batch_check
-    if check.ok is False:
+    if check.ok is False and not explains_mismatch(level):
         yield Finding(
             id="batch-mismatch",
             severity="error",

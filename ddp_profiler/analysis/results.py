@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ddp_profiler.analysis.allreduce import AllReduceResult
 from ddp_profiler.analysis.clocks import ClockOffset
 from ddp_profiler.analysis.model import StepCosts
+from ddp_profiler.analysis.observed import Feeding
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.analysis.statistics import Distribution
 from ddp_profiler.analysis.stragglers import Straggler
@@ -21,6 +22,7 @@ __all__ = [
     "ClockOffset",
     "Communication",
     "Distribution",
+    "Feeding",
     "Finding",
     "LevelResult",
     "Overhead",
@@ -146,6 +148,7 @@ class LevelResult:
     None where their clocks cannot be compared).
     ``crossing_ms`` is what a plain step of a level spread over nodes takes more than that of
     the packed level of the same setting, with its interval and its share of the step.
+    ``feeding`` is what entered a script's training; None in studies.
     """
 
     id: str
@@ -186,6 +189,7 @@ class LevelResult:
     crossing_ms: float | None = None
     crossing_ci95_ms: tuple[float, float] | None = None
     crossing_fraction: float | None = None
+    feeding: Feeding | None = None
 
 
 @dataclass(frozen=True)

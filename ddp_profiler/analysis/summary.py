@@ -18,6 +18,7 @@ from ddp_profiler.analysis.gradient_scale import scale_notes
 from ddp_profiler.analysis.link import Link, link_of
 from ddp_profiler.analysis.machine import explain
 from ddp_profiler.analysis.model import StepCosts
+from ddp_profiler.analysis.observed import Feeding, observe
 from ddp_profiler.analysis.parts import (
     PARTS,
     Columns,
@@ -364,7 +365,13 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
     step_ms = _summarize(measured.plain)
     observed, micro_steps = _observed(measured.instrumented, level)
     samples_per_s = _throughput(step_ms, observed or level.global_batch)
-    tokens = info.settings.get("tokens_per_sample")
+    feeding = observe(
+        dict(zip(measured.ranks, measured.columns, strict=True)),
+        measured.index,
+        level,
+        facts,
+        measured.left_out,
+    )
     costs, reference = measured.costs, _reference(measured, all_levels)
     notes += _reference_note(info, level, reference) if measured.ranks else []
     base = reference.measured if reference and reference.same_micro_batch else None
@@ -394,9 +401,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         step_ms=step_ms,
         instrumented_step_ms=_summarize(measured.instrumented),
         samples_per_s=samples_per_s,
-        tokens_per_s=samples_per_s * tokens
-        if samples_per_s is not None and isinstance(tokens, int)
-        else None,
+        tokens_per_s=_tokens_per_s(info, samples_per_s, step_ms, feeding),
         mfu=_mfu(samples_per_s, level.dp, facts),
         breakdown_ms=_mean_breakdown(measured.breakdowns),
         comm=_communication(measured.instrumented, level, facts),
@@ -410,6 +415,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             micro_steps,
             facts,
             _declared(info, level),
+            feeding,
             scale_notes(info, level, facts),
         ),
         overhead=_overhead(measured.plain, measured.instrumented),
@@ -442,6 +448,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             for steps, b in zip(measured.instrumented, measured.breakdowns, strict=True)
         ),
         notes=tuple(notes),
+        feeding=feeding,
     )
 
 
@@ -500,6 +507,22 @@ def _declared(info: RunInfo, level: LevelSettings) -> int | None:
 
 def _throughput(step_ms: Distribution | None, samples: int) -> float | None:
     return samples / step_ms.mean * 1e3 if step_ms else None
+
+
+def _tokens_per_s(
+    info: RunInfo,
+    samples_per_s: float | None,
+    step_ms: Distribution | None,
+    feeding: Feeding | None,
+) -> float | None:
+    """Returns the tokens of plain steps, seen or by the model's settings, over their time."""
+    if feeding is not None and feeding.tokens is not None:
+        mean = feeding.tokens.step_mean
+        return mean / step_ms.mean * 1e3 if mean is not None and step_ms else None
+    tokens = info.settings.get("tokens_per_sample")
+    if samples_per_s is None or not isinstance(tokens, int):
+        return None
+    return samples_per_s * tokens
 
 
 def _mfu(samples_per_s: float | None, dp: int, facts: LevelFacts | None) -> float | None:
@@ -621,6 +644,7 @@ def _batch_check(
     micro_steps: float | None,
     facts: LevelFacts | None,
     declared: int | None,
+    feeding: Feeding | None,
     more_notes: Sequence[str],
 ) -> BatchCheck:
     notes = []
@@ -635,6 +659,8 @@ def _batch_check(
         notes.append(f"Expected {declared} samples a step, observed {observed}.")
     if micro_steps is not None and micro_steps != level.accumulation:
         notes.append(f"{micro_steps:g} forward calls a step and rank, not {level.accumulation}.")
+    if feeding is not None:
+        notes += feeding.notes
     proof = facts.proof if facts else None
     if proof is not None:
         notes += proof.notes

@@ -25,16 +25,35 @@ _WINDOWS_SHOWN = 4
 
 
 @dataclass(frozen=True)
+class Window:
+    """An incomplete step, one entry a rank each.
+
+    Attributes:
+        step: Its number.
+        micro_steps: Micro-steps that it has.
+        usual: Micro-steps that the rank's steps usually have.
+        samples: Samples of it; None where they were not seen.
+    """
+
+    step: int
+    micro_steps: tuple[int, ...]
+    usual: tuple[int, ...]
+    samples: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
 class LeftOut:
     """Steps of a level that no figure is made of.
 
     Attributes:
         keys: Their keys, as in :class:`~ddp_profiler.analysis.parts.Steps`, ascending.
         notes: What they were.
+        windows: The incomplete ones among them.
     """
 
     keys: Ints
     notes: tuple[str, ...]
+    windows: tuple[Window, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,13 +86,14 @@ def left_out(columns: Sequence[Columns], level: int) -> LeftOut:
     out = np.zeros(len(table.key), dtype=np.bool_)
     notes = []
     for reason in Interruption:
-        held, length_ms = _interrupted(chosen, reason, table.key)
+        held, length_ms, calls_ms = _interrupted(chosen, reason, table.key)
         if not held.any():
             continue
         if held.sum() * 2 > len(held):
+            # What lies between them is training.
             notes.append(
                 f"{held.sum()} of {len(held)} steps hold {_NAMES[reason]} (mean "
-                f"{units.ms(length_ms[held].mean())} ms): taken as a part of training, in `other`."
+                f"{units.ms(calls_ms[held].mean())} ms): taken as a part of training, in `other`."
             )
             continue
         out |= held
@@ -84,9 +104,10 @@ def left_out(columns: Sequence[Columns], level: int) -> LeftOut:
             f"{_listed(table.number[held])}."
         )
     short = _short(table.micro_steps) | _short(table.samples)
-    notes += _short_notes(table, short)
+    windows = _windows(table, short)
+    notes += _short_notes(windows, len(short))
     out |= short
-    return LeftOut(table.key[out], tuple(notes))
+    return LeftOut(table.key[out], tuple(notes), windows)
 
 
 def _measured(columns: Columns, level: int) -> Mapping[str, Ints]:
@@ -128,19 +149,32 @@ def _table(chosen: Sequence[Mapping[str, Ints]]) -> _StepTable | None:
 
 def _interrupted(
     chosen: Sequence[Mapping[str, Ints]], reason: Interruption, keys: Ints
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
-    """Returns which steps were interrupted so, and for how many ms on the rank where longest."""
-    longest = np.zeros(len(keys))
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Finds the steps that were interrupted so.
+
+    Returns:
+        Which they are; the ms from the first begin to the last end in each, since what lies
+        between belongs to it (an evaluation fetches batches and computes metrics); the ms of
+        its calls alone. Both on the rank where longest.
+    """
+    longest, calls = np.zeros(len(keys)), np.zeros(len(keys))
     held = np.zeros(len(keys), dtype=np.bool_)
     for spans in chosen:
         is_one = (spans["kind"] == SpanKind.INTERRUPTION) & (spans["index"] == reason)
         key = step_keys(spans["repetition"], spans["step"])[is_one]
         known = np.isin(key, keys)
         row = np.searchsorted(keys, key[known])
-        length = (spans["end_ns"] - spans["begin_ns"])[is_one][known] / 1e6
-        longest = np.maximum(longest, np.bincount(row, weights=length, minlength=len(keys)))
+        begin, end = spans["begin_ns"][is_one][known], spans["end_ns"][is_one][known]
+        first = np.full(len(keys), np.iinfo(np.int64).max)
+        last = np.full(len(keys), np.iinfo(np.int64).min)
+        np.minimum.at(first, row, begin)
+        np.maximum.at(last, row, end)
+        here = np.unique(row)
+        longest[here] = np.maximum(longest[here], (last - first)[here] / 1e6)
+        length = np.bincount(row, weights=(end - begin) / 1e6, minlength=len(keys))
+        calls = np.maximum(calls, length)
         held[row] = True
-    return held, longest
+    return held, longest, calls
 
 
 def _short(counts: Ints) -> npt.NDArray[np.bool_]:
@@ -154,25 +188,44 @@ def _short(counts: Ints) -> npt.NDArray[np.bool_]:
     return short
 
 
-def _short_notes(table: _StepTable, short: npt.NDArray[np.bool_]) -> list[str]:
+def _windows(table: _StepTable, short: npt.NDArray[np.bool_]) -> tuple[Window, ...]:
     if not short.any():
+        return ()
+    usual = tuple(round(float(v)) for v in np.median(table.micro_steps[~short], axis=0))
+    return tuple(
+        Window(
+            step=int(table.number[i]),
+            micro_steps=tuple(table.micro_steps[i].tolist()),
+            usual=usual,
+            samples=None if NULL in table.samples[i] else tuple(table.samples[i].tolist()),
+        )
+        for i in np.flatnonzero(short)
+    )
+
+
+def _short_notes(windows: Sequence[Window], steps: int) -> list[str]:
+    if not windows:
         return []
-    usual = np.median(table.micro_steps[~short], axis=0)
-    shown = [
-        f"step {table.number[i]}: {_counts(table.micro_steps[i])} of {_counts(usual)} micro-steps"
-        + ("" if NULL in table.samples[i] else f", {table.samples[i].sum()} samples")
-        for i in np.flatnonzero(short)[:_WINDOWS_SHOWN]
-    ]
-    more = int(short.sum()) - len(shown)
     return [
-        f"{short.sum()} of {len(short)} steps were incomplete and are left out of all figures "
-        f"({'; '.join(shown)}{f'; and {more} more' if more else ''})."
+        f"{len(windows)} of {steps} steps were incomplete and are left out of all figures "
+        f"({list_windows(windows)})."
     ]
 
 
-def _counts(ranks: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> str:
+def list_windows(windows: Sequence[Window]) -> str:
+    """Returns incomplete steps in words, each with its real batch."""
+    shown = [
+        f"step {window.step}: {_counts(window.micro_steps)} of {_counts(window.usual)} micro-steps"
+        + ("" if window.samples is None else f", {sum(window.samples)} samples")
+        for window in windows[:_WINDOWS_SHOWN]
+    ]
+    more = len(windows) - len(shown)
+    return "; ".join(shown) + (f"; and {more} more" if more else "")
+
+
+def _counts(ranks: Sequence[int]) -> str:
     """Returns one number where all ranks have the same, else all of them."""
-    values = [f"{value:g}" for value in ranks]
+    values = [str(value) for value in ranks]
     return values[0] if len(set(values)) == 1 else "/".join(values)
 
 

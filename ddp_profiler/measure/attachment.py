@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 from ddp_profiler.measure import backward, ddp_adapter
 from ddp_profiler.measure.backward import BackwardWatch
 from ddp_profiler.measure.batches import number_of_samples
+from ddp_profiler.measure.feeding import FeedWatch
 from ddp_profiler.measure.kept_step import KeptStep
 from ddp_profiler.measure.loss_divisor import loss_divisor
 from ddp_profiler.measure.marks import Recorder
@@ -63,6 +64,7 @@ class Attachment:
         on_block: Told, between two steps, the variant of the block that begins; None at the end
             of the plan, when nothing is left installed.
         kept: Keeps what one step can be computed again from.
+        on_feed: Told when more is known of what feeds training.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Attachment:
         on_failure: Callable[[Exception], None],
         on_block: Callable[[Variant | None], None] = lambda _: None,
         kept: KeptStep | None = None,
+        on_feed: Callable[[], None] = lambda: None,
     ) -> None:
         self.ddps: list[DDP] = []
         self.built = False
@@ -81,6 +84,7 @@ class Attachment:
         self.started = False
         self.recorder: Recorder
         self.tracker: StepTracker
+        self.feed = FeedWatch(on_feed, batch_dim)
         self._watch: BackwardWatch
         self._make_recorder = make_recorder
         self._plan = plan
@@ -253,7 +257,7 @@ class Attachment:
         finally:
             self.recorder.phase = None
         if begin is not None:
-            self._guard(self._end_call, evaluates, begin, inputs)
+            self._guard(self._end_call, evaluates, begin, args[0], inputs)
         return result
 
     def _begin_call(self, evaluates: bool, inputs: Any) -> Any:
@@ -268,13 +272,16 @@ class Attachment:
                 self.recorder.phase = SpanKind.FORWARD
         return self.recorder.mark()
 
-    def _end_call(self, evaluates: bool, begin: Any, inputs: Any) -> None:
+    def _end_call(self, evaluates: bool, begin: Any, model: Any, inputs: Any) -> None:
         end = self.recorder.mark()
         if evaluates:
+            self.feed.evaluated()
             self.tracker.interrupted(Interruption.EVALUATION, begin, end)
         else:
             samples = number_of_samples(inputs, self._batch_dim)
-            self.tracker.called(begin, end, samples)
+            ddp = getattr(model, "_orig_mod", model)
+            self.tracker.called(begin, end, samples, self.feed.tokens(ddp, inputs))
+            self.feed.trained(samples, joins=ddp._join_config.enable)
 
     def _on_backward(self, original: Any, args: Any, keywords: Any) -> Any:
         if self._depth.get("backward"):
@@ -319,7 +326,7 @@ class Attachment:
         return result
 
     def _on_fetch(self, original: Any, args: Any, keywords: Any) -> Any:
-        begin = self._guard(self._begin_act)
+        begin = self._guard(self._begin_fetch, args[0])
         try:
             outermost, batch = self._outermost("fetch", lambda: original(*args, **keywords))
         except StopIteration:
@@ -327,15 +334,21 @@ class Attachment:
                 self._guard(self.tracker.exhausted)
             raise
         if outermost and begin is not None:
-            self._guard(self._end_fetch, begin)
-            if self._kept is not None:
-                self._kept.fetched(self.tracker.step, args[0], batch)
+            self._guard(self._end_fetch, begin, args[0], batch)
         return batch
 
-    def _end_fetch(self, begin: Any) -> None:
+    def _begin_fetch(self, iterator: Any) -> Any:
+        self._act()
+        self.feed.meet(iterator)
+        return self.recorder.mark()
+
+    def _end_fetch(self, begin: Any, iterator: Any, batch: Any) -> None:
         # Frameworks evaluate the module inside DDP, whose calls are not seen.
         evaluates = not torch.is_grad_enabled() or not any(d.module.training for d in self.ddps)
         self.tracker.fetched(begin, self.recorder.mark(), evaluates=evaluates)
+        self.feed.fetched(iterator, batch, compares=self.tracker.warming_up)
+        if self._kept is not None:
+            self._kept.fetched(self.tracker.step, iterator, batch)
 
     def _act(self) -> None:
         self.tracker.act()

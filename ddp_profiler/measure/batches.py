@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ def number_of_samples(inputs: object, dimension: int = 0) -> int | None:
     """
     if isinstance(inputs, Tensor):
         return int(inputs.shape[dimension]) if inputs.dim() > dimension else None
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         inputs = tuple(inputs.values())
     if isinstance(inputs, (tuple, list)):
         for item in inputs:

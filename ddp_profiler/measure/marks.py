@@ -93,7 +93,13 @@ class Recorder:
         )
 
     def step_span(
-        self, begin: Mark, end: Mark, *, micro_steps: int = -1, samples: int | None = None
+        self,
+        begin: Mark,
+        end: Mark,
+        *,
+        micro_steps: int = -1,
+        samples: int | None = None,
+        tokens: int | None = None,
     ) -> None:
         """Records the span of a whole optimizer step.
 
@@ -102,9 +108,10 @@ class Recorder:
             end: Its end.
             micro_steps: Backward calls in it, where they were counted.
             samples: Samples that entered forward in it, where they were counted.
+            tokens: Tokens that entered forward in it, where there are any.
         """
         self._spans.append(
-            (self.step, -1, SpanKind.STEP, micro_steps, begin, end, None, samples, None)
+            (self.step, -1, SpanKind.STEP, micro_steps, begin, end, None, samples, tokens)
         )
 
     def point(self, kind: SpanKind, index: int = -1, value: int | None = None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ddp_profiler.measure.clock import Mark
+from ddp_profiler.measure.feeding import Tokens
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.schema import Interruption, SpanKind, Variant
 
@@ -58,6 +59,7 @@ class StepTracker:
         self._backwards = 0
         self._samples: int | None = None
         self._for_evaluation: tuple[Mark, Mark] | None = None
+        self._tokens: int | None = None
         self._next_block()
 
     @property
@@ -67,7 +69,7 @@ class StepTracker:
 
     @property
     def warming_up(self) -> bool:
-        """Whether what happens now is left out of the figures."""
+        """Whether this is a warm-up step: left out of the figures, with time for more."""
         return self._variant is Variant.WARMUP
 
     @property
@@ -117,21 +119,34 @@ class StepTracker:
         """Tells that a forward begins; after a backward it begins a micro-step."""
         self._next_micro_step()
 
-    def called(self, begin: Mark, end: Mark, samples: int | None) -> None:
+    def called(
+        self, begin: Mark, end: Mark, samples: int | None, tokens: Tokens | None = None
+    ) -> None:
         """Tells that the model has been called.
 
-        Where several calls share one backward, the samples of the first count.
+        Where several calls share one backward, samples and tokens of the first count.
         """
         self._for_evaluation = None
         self._acted(end)
         if self.done:
             return
-        counts = self._forwards == 0 and samples is not None
+        if self._forwards:
+            samples = tokens = None
         self._forwards += 1
-        if counts and samples is not None:
+        if samples is not None:
             self.samples.append(samples)
             self._samples = (self._samples or 0) + samples
-        self._record(SpanKind.FORWARD, begin, end, samples=samples if counts else None)
+        if tokens is not None:
+            self._tokens = (self._tokens or 0) + tokens.count
+        if self.observing:
+            self.recorder.span(
+                SpanKind.FORWARD,
+                begin,
+                end,
+                index=-1 if tokens is None or tokens.places is None else tokens.places,
+                samples=samples,
+                value=None if tokens is None else tokens.count,
+            )
 
     def begins_backward(self) -> None:
         """Tells that a backward begins; one that follows another is a micro-step of its own."""
@@ -197,12 +212,12 @@ class StepTracker:
         self.acts += 1
         self._last_ended = end
 
-    def _record(self, kind: SpanKind, begin: Mark, end: Mark, samples: int | None = None) -> None:
+    def _record(self, kind: SpanKind, begin: Mark, end: Mark) -> None:
         if self.observing:
-            self.recorder.span(kind, begin, end, samples=samples)
+            self.recorder.span(kind, begin, end)
 
     def _begin_step(self) -> None:
-        self._backwards, self._samples = 0, None
+        self._backwards, self._samples, self._tokens = 0, None, None
         self._begin_micro_step(0)
 
     def _next_micro_step(self) -> None:
@@ -220,7 +235,11 @@ class StepTracker:
         self.micro_steps.append(self._backwards)
         self.recorder.begin_micro_step(self.step, -1)
         self.recorder.step_span(
-            self._begin, self._end, micro_steps=self._backwards, samples=self._samples
+            self._begin,
+            self._end,
+            micro_steps=self._backwards,
+            samples=self._samples,
+            tokens=self._tokens,
         )
         self.step += 1
         self._begin, self._end = self._end, None

@@ -10,8 +10,11 @@ from ddp_profiler.analysis import results
 from ddp_profiler.analysis.allreduce import AllReduceResult, AllReduceSize
 from ddp_profiler.analysis.link import Link
 from ddp_profiler.analysis.model import StepCosts
+from ddp_profiler.analysis.observed import Feeding, RankBatch, RankTokens, Tokens
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.scaling import Pop
+from ddp_profiler.analysis.windows import Window
+from ddp_profiler.batch import Epoch
 from ddp_profiler.cli import worker_options
 from ddp_profiler.schema import (
     SCHEMA_VERSION,
@@ -19,7 +22,9 @@ from ddp_profiler.schema import (
     GpuUse,
     Interruption,
     LinkStreams,
+    LoaderFacts,
     MachineUse,
+    RankFeed,
     RunInfo,
     SpanKind,
     Variant,
@@ -82,6 +87,14 @@ def test_metrics():
         LinkStreams,
         StepCosts,
         Pop,
+        RankFeed,
+        LoaderFacts,
+        Feeding,
+        RankBatch,
+        RankTokens,
+        Tokens,
+        Window,
+        Epoch,
     ],
 )
 def test_keys(kind):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ddp_profiler.analysis.summary import summarize_run
@@ -74,6 +75,30 @@ def test_interrupted_steps_are_left_out_on_all_ranks():
     assert level.breakdown_ms["other"] == pytest.approx(50)
     assert sum(level.breakdown_ms.values()) == pytest.approx(100)
     assert level.notes[:2] == found.notes
+
+
+def test_what_lies_between_two_calls_of_an_evaluation_belongs_to_it():
+    """Batches are fetched there and metrics computed."""
+    columns = rank(usual(0, 1), usual(2, 3, 4))
+    more = Spans(step=2, block=2)
+    for begin in (2050, 2070, 2140):
+        more.add(SpanKind.INTERRUPTION, begin, begin + 10, index=Interruption.EVALUATION)
+    evaluated = {name: np.concatenate([columns[name], v]) for name, v in more.columns().items()}
+    assert left_out([columns, evaluated], 0).notes == (
+        "1 of 5 steps hold calls of the model without gradients (mean 100 ms of a step of 100 ms) "
+        "and are left out of all figures: step 2.",
+    )
+
+
+def test_what_lies_between_two_calls_in_most_steps_is_training():
+    teacher = Spans(block=2)
+    for step in range(2, 5):
+        for begin in (1000 * step + 10, 1000 * step + 70):
+            teacher.add(SpanKind.INTERRUPTION, begin, begin + 5, step=step, index=0)
+    columns = rank(usual(0), usual(2, 3, 4))
+    held = {name: np.concatenate([columns[name], v]) for name, v in teacher.columns().items()}
+    assert left_out([held], 0).notes[0].startswith("3 of 4 steps hold calls of the model")
+    assert "(mean 10.0 ms): taken as a part of training" in left_out([held], 0).notes[0]
 
 
 def test_what_most_steps_hold_is_a_part_of_training():
