@@ -85,7 +85,7 @@ def test_what_lies_between_two_calls_of_an_evaluation_belongs_to_it():
         more.add(SpanKind.INTERRUPTION, begin, begin + 10, index=Interruption.EVALUATION)
     evaluated = {name: np.concatenate([columns[name], v]) for name, v in more.columns().items()}
     assert left_out([columns, evaluated], 0).notes == (
-        "1 of 5 steps hold calls of the model without gradients (mean 100 ms of a step of 100 ms) "
+        "1 of 5 steps hold evaluation (mean 100 ms of a step of 100 ms) "
         "and are left out of all figures: step 2.",
     )
 
