@@ -158,8 +158,8 @@ def test_accumulation(script):
     assert [s[2:] for s in script.steps] == [(3, 19), (3, 19)]
     for kind in (SpanKind.DATA, SpanKind.FORWARD, SpanKind.BACKWARD):
         assert [row[:2] for row in script.of(kind)] == [*itertools.product((0, 1), (0, 1, 2))]
-    assert script.tracker.micro_steps == [3, 3]
-    assert script.tracker.samples == 2 * [8, 8, 3]
+    assert script.tracker.micro_steps == {3: 2}
+    assert script.tracker.samples == {8: 4, 3: 2}
 
 
 def test_batch_that_is_fetched_ahead_is_no_micro_step(script):
@@ -285,7 +285,7 @@ def test_samples_that_are_not_known(script):
     script.micro_step(samples=None)
     script.optimizer()
     assert script.finish().steps == [(0, 55, 1, None)]
-    assert script.tracker.samples == []
+    assert script.tracker.samples == {}
 
 
 def test_interruptions_lie_in_the_step_that_follows():
@@ -385,6 +385,6 @@ def test_steps_of_a_block_leave_no_time_out(acts):
 
 
 def test_typical():
-    assert typical([4, 4, 2], 1) == 4
-    assert typical([2, 4, 4, 2], 1) == 2
-    assert typical([], 7) == 7
+    assert typical({4: 2, 2: 1}, 1) == 4
+    assert typical({4: 2, 2: 2}, 1) == 2
+    assert typical({}, 7) == 7
