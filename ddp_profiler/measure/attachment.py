@@ -5,8 +5,8 @@ What is observed is what every such script has to call: DistributedDataParallel,
 ``torch.save``. Each is replaced by a function that calls the original one with the same
 arguments and passes on what it returns or raises. Between blocks and after the last one nothing
 of ours is left in DDP. Between the windows of a long run the functions stay, and only tell that
-something was done, so that steps can be counted. If anything of ours fails, everything is taken out, it is said once, and
-training goes on.
+something was done, so that steps can be counted. If anything of ours fails, everything is taken
+out, it is said once, and training goes on.
 """
 
 from __future__ import annotations

@@ -59,6 +59,19 @@ def default_folder(name: str, now: datetime) -> Path:
     return Path(DEFAULT_ROOT) / f"{safe}-{now:%Y%m%d-%H%M%S}"
 
 
+def fresh_folder(name: str, now: datetime) -> Path:
+    """Returns the first of :func:`default_folder`, ``...-2``, ``...-3`` that holds no run.
+
+    A program may observe itself twice in a second.
+    """
+    first = folder = default_folder(name, now)
+    number = 1
+    while holds_run(folder):
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
+
+
 def holds_run(folder: Path) -> bool:
     """Tells whether a folder already holds (part of) a run."""
     return run_file(folder).exists() or summary_file(folder).exists() or bool(rank_files(folder))
