@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ddp_profiler.analysis.allreduce import AllReduceResult
 from ddp_profiler.analysis.clocks import ClockOffset
 from ddp_profiler.analysis.model import StepCosts
+from ddp_profiler.analysis.sampled import SampledWindow
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.analysis.statistics import Distribution
 from ddp_profiler.analysis.stragglers import Straggler
@@ -26,6 +27,7 @@ __all__ = [
     "Overhead",
     "RankResult",
     "RunResult",
+    "SampledWindow",
     "Straggler",
     "Summary",
 ]
@@ -146,6 +148,7 @@ class LevelResult:
     None where their clocks cannot be compared).
     ``crossing_ms`` is what a plain step of a level spread over nodes takes more than that of
     the packed level of the same setting, with its interval and its share of the step.
+    ``windows`` are those of a script that was observed again and again; empty where only once.
     """
 
     id: str
@@ -186,6 +189,7 @@ class LevelResult:
     crossing_ms: float | None = None
     crossing_ci95_ms: tuple[float, float] | None = None
     crossing_fraction: float | None = None
+    windows: tuple[SampledWindow, ...] = ()
 
 
 @dataclass(frozen=True)
