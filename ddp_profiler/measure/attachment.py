@@ -148,8 +148,13 @@ class Attachment:
         """Puts a function in the place of another: ``act(original, args, keywords)``."""
         original = vars(owner)[name]
 
+        ends_step = name == "step"
+
         @functools.wraps(original)
         def ours(*args: Any, **keywords: Any) -> Any:
+            # Most acts between two windows count for nothing: the first after a step ends it.
+            if self._resting and not ends_step and not self.tracker.stepped:
+                return original(*args, **keywords)
             # Dynamo sees nothing but the call that it knows how to compile.
             if (
                 torch.compiler.is_compiling()
@@ -347,6 +352,9 @@ class Attachment:
 
     def _before_step(self, *_: Any) -> None:
         if threading.get_ident() == self._thread:
+            if self._resting:
+                self._stepping.append((None, self.tracker.acts))
+                return
             begun = self._guard(self.tracker.begins_optimizer)
             if begun is not None:
                 self._stepping.append(begun)

@@ -55,7 +55,7 @@ class StepTracker:
         self._block = -1
         self._left = 0
         self._variant: Variant | None = None
-        self._stepped = False
+        self.stepped = False
         """Whether a step that is only counted may be over: an optimizer has stepped."""
         self._begin: Mark | None = None
         self._end: Mark | None = None
@@ -84,7 +84,7 @@ class StepTracker:
                 clipping, unscaling.
         """
         if not self.recording:
-            if of_optimizer or not self._stepped:
+            if of_optimizer or not self.stepped:
                 return
             self._count_step()
         elif self._end is not None and not of_optimizer:
@@ -154,7 +154,7 @@ class StepTracker:
             ends_step: Whether it was a step, which the next act of another kind ends.
         """
         if end is None or not self.recording:
-            self._stepped |= ends_step
+            self.stepped |= ends_step
             return
         begin, acts = begun
         if self.acts != acts or begin is None:
@@ -200,7 +200,7 @@ class StepTracker:
         self.recorder.begin_micro_step(self.step, number)
 
     def _count_step(self) -> None:
-        self._stepped = False
+        self.stepped = False
         self.step += 1
         self._left -= 1
         if self._left == 0:

@@ -158,9 +158,9 @@ def test_an_exception_passes_through_and_the_run_is_partial(capsys):
         if step == 5:
             raise KeyError("planted")
 
-    with pytest.raises(KeyError, match="planted") as caught:
-        with ddp_profiler.profile(**SHORT) as run:
-            train(model(), 8, planted)
+    run = ddp_profiler.profile(**SHORT)
+    with pytest.raises(KeyError, match="planted") as caught, run:
+        train(model(), 8, planted)
     assert type(caught.value) is KeyError
     info = reader.read_run_info(run.folder)
     assert info.status == "failed"
@@ -253,9 +253,9 @@ def test_settings_out_of_range(options, message):
 def test_a_folder_that_is_taken_is_refused_before_training(tmp_path):
     with ddp_profiler.profile(**SHORT, out=tmp_path / "run", show=False):
         train(model(), 3)
-    with pytest.raises(UsageError, match="already holds a run"):
-        with ddp_profiler.profile(out=str(tmp_path / "run")):
-            raise AssertionError("not reached")
+    again = ddp_profiler.profile(out=str(tmp_path / "run"))
+    with pytest.raises(UsageError, match="already holds a run"), again:
+        raise AssertionError("not reached")
     assert ours() == set()
 
 
