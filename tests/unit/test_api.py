@@ -233,6 +233,27 @@ def test_windows_over_a_long_training(capsys):
     assert forwards == [0, 1, 3, 4, 13, 14, 23, 24]
 
 
+def test_a_script_that_is_observed_already(capsys, monkeypatch, tmp_path):
+    class Run:
+        observes_a_script = True
+        folder = tmp_path / "run"
+
+    with ddp_profiler.profile(**SHORT, out=Run.folder, show=False):
+        expected = train(model(), 6)
+    monkeypatch.setattr(Observation, "current", Run())
+    with ddp_profiler.profile() as run:
+        assert all(map(torch.equal, train(model(), 6), expected))
+        assert ours() == set()
+    assert run.folder == tmp_path / "run"
+    # That run's own figures can be asked for.
+    assert run.summary.levels[0].steps == 2
+    assert ddp_profiler.attach().detach().folder == tmp_path / "run"
+    err = capsys.readouterr().err
+    assert err.count("ddp_profiler.run observes this script; the line in it does nothing.") == 2
+    assert ours() == set()
+    monkeypatch.setattr(Observation, "current", None)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
