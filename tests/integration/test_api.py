@@ -43,9 +43,9 @@ def trained(tmp_path_factory):
             folder = tmp_path_factory.mktemp("cases")
             done = launch(ranks, SCRIPTS / "all_cases.py", folder)
             rows = [json.loads(line) for line in done.out.splitlines()]
-            known[ranks] = {row["case"]: row for row in rows if "case" in row}
+            known[ranks] = {row.get("case", "early"): row for row in rows}
             # Torch's own threads abort the end of some processes, also without us.
-            assert done.code == 0 or list(known[ranks]) == CASES, done.err
+            assert list(known[ranks]) == ["early", *CASES], done.err
             assert "has failed" not in done.err, done.err
         return known[ranks]
 
@@ -77,13 +77,22 @@ def test_training_stays_what_it_was(trained, ranks, case):
 
 
 def test_cases_are_trainings_of_their_own(trained):
-    ends = {case: row["ends"][0][0][0] for case, row in trained(2).items()}
+    ends = {case: trained(2)[case]["ends"][0][0][0] for case in CASES}
     assert ends["plain"] == ends["plain-before"] == ends["compiled_ddp"]
     assert ends["hook"] == ends["hook-before"] != ends["plain"]
     assert len(set(ends.values())) >= 12
     assert ends["plain"] != trained(3)["plain"]["ends"][0][0][0]
     # Without inputs of its own rank 1 has joined one step before rank 0.
     assert [len(end[0][1]) for end in trained(3)["uneven"]["ends"]] == [12, 11, 10]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_block_around_the_start_of_the_group(trained, ranks):
+    early, plain = trained(ranks)["early"], trained(ranks)["plain"]
+    assert early["early"] == plain["ends"][0][0]
+    assert early["batch"] == plain["batch"]
+    assert reader.read_run_info(Path(early["folder"])).status == "complete"
+    check_spans(Path(early["folder"]), ranks)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +166,7 @@ def test_a_straggler_of_some_windows_is_named_there(tmp_path):
         late = {s["rank"]: s["lag_ms"] for s in window["stragglers"] if s["lag_ms"] > 50}
         if window["first_step"] == 30:
             assert list(late) == [1]
-            assert 90 < late[1] < 150
+            assert 70 < late[1] < 200
             assert window["stragglers"][0]["cause"] == "other"
             assert window["stragglers"][0]["share_of_steps_fraction"] == 1
             assert window["step_ms"] > 110
@@ -166,4 +175,4 @@ def test_a_straggler_of_some_windows_is_named_there(tmp_path):
             assert window["step_ms"] < 100
     table = run_command(["-m", "ddp_profiler.cli", "analyze", tmp_path / "run"]).out
     assert re.search(r"4 windows of script +plain step +late \(ms\)", table)
-    assert re.search(r"steps 30 to 39 +1\d\d +rank 1 by \d+ in 100 % of steps", table)
+    assert re.search(r"steps 30 to 39 +1\d\d +rank 1 by [\d.]+ in 100 % of steps", table)

@@ -1,7 +1,10 @@
 """A program that observes itself: a block or a line of its own, in this process alone."""
 
+import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import ddp_profiler
 from ddp_profiler.errors import UsageError
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure import ddp_adapter
+from ddp_profiler.measure.bounded import within
 from ddp_profiler.measure.default_group import find_place
 from ddp_profiler.measure.topology import Topology
 from ddp_profiler.observation import Observation
@@ -317,6 +321,54 @@ def test_the_place_of_a_group_that_was_started(monkeypatch):
     # Variables of a launcher that started another group do not count.
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert find_place()[0] == Topology(3, 3, 4, 4, launched=False)
+
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+import ddp_profiler
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp_profiler.attach(steps=2, warmup=2, out="run")
+model = DDP(torch.nn.Linear(3, 2))
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    if step == int(sys.argv[1]):
+        raise ValueError("planted")
+    model(torch.ones(2, 3)).sum().backward()
+    sgd.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("at", "code", "status"), [(9, 0, "complete"), (5, 1, "failed")])
+def test_a_line_that_ends_with_the_process(tmp_path, at, code, status):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "program.py", str(at)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert done.stderr.count("ValueError: planted\n") == (2 if code else 0)
+    assert "Run folder:" in done.stderr
+    info = reader.read_run_info(tmp_path / "run")
+    assert (info.status, info.settings["model"]) == (status, "program")
+    messages = [failure.message for failure in info.failures]
+    assert messages == (["ValueError: planted"] if code else [])
+
+
+def test_where_no_thread_can_be_started_a_call_is_made_all_the_same(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert within(1.0, lambda: 7) == 7
 
 
 def test_importing_it_needs_no_torch():

@@ -59,8 +59,14 @@ def facts(run):
 
 def main(out, cases):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    # Before there is a process group, ranks meet through the launcher.
+    early = ddp_profiler.profile(steps=4, warmup=2, out=Path(out) / "early", show=False)
+    with early:
+        dist.init_process_group("gloo")
+        end = outcome("plain", contextlib.nullcontext())
     rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        print(json.dumps({"early": end, **facts(early)}), flush=True)
     for case in cases or [*train.CASES, "plain-before", "hook-before", "compiled_ddp-before"]:
         plain = outcome(case, contextlib.nullcontext())
         run = ddp_profiler.profile(steps=4, warmup=2, out=Path(out) / case, show=False)

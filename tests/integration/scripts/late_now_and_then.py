@@ -21,7 +21,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 batches = train.forever(train.loader())
 for step in range(STEPS):
     x, y = next(batches)
-    # Ranks of some length, so that noise of the machine is small beside it.
+    # Steps of some length, so that noise of the machine is small beside it.
     time.sleep(0.02 + LATE_S * (dist.get_rank() == 1 and 30 <= step < 40))
     train.loss_of(model(x), y).backward()
     optimizer.step()
