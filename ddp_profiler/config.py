@@ -151,7 +151,8 @@ class ScriptConfig:
     """Settings for observing a training script.
 
     Attributes:
-        script: Path of the script, or name of the module.
+        script: Path of the script, or name of the module; None where a program observes itself
+            by a line of its own.
         arguments: The script's own arguments.
         module: Whether ``script`` names a module, as in ``python -m``.
         steps: Optimizer steps to observe in each variant (plain, instrumented).
@@ -163,12 +164,14 @@ class ScriptConfig:
         debug: Show stack traces of our own errors.
         replay: ``package.module:function`` that computes the loss of the whole global batch;
             the last step but one of the warm-up is compared with it.
+        every: Optimizer steps from the begin of one window of observed steps to the next; only
+            one window where None.
 
     Raises:
         UsageError: A setting is out of its range.
     """
 
-    script: str
+    script: str | None
     arguments: tuple[str, ...] = ()
     module: bool = False
     steps: int = 20
@@ -179,6 +182,12 @@ class ScriptConfig:
     out: Path | None = None
     debug: bool = False
     replay: str | None = None
+    every: int | None = None
+
+    @property
+    def window(self) -> int:
+        """Optimizer steps of a window: plain and instrumented ones."""
+        return 2 * self.steps
 
     def __post_init__(self) -> None:
         _at_least("--steps", self.steps, 1)
@@ -196,6 +205,12 @@ class ScriptConfig:
                     "step but one of the warm-up, after DDP has rebuilt its buckets.",
                     f"Give --warmup {MIN_WARMUP_OF_REPLAY} or more.",
                 )
+        if self.every is not None and self.every <= self.window:
+            raise UsageError(
+                f"--every {self.every} is not above {self.window}, the length of a window: "
+                f"{self.steps} plain and {self.steps} instrumented steps.",
+                f"Give --every {self.window + 1} or more, or fewer --steps.",
+            )
         _at_least("--batch-dim", self.batch_dim, 0)
         if self.expect_global_batch is not None:
             _at_least("--expect-global-batch", self.expect_global_batch, 1)
@@ -204,7 +219,7 @@ class ScriptConfig:
                 f"--timeout {self.timeout_s:g} is no time between 0 and {_LONGEST_TIMEOUT_S:g} s.",
                 "It is a time in seconds.",
             )
-        if not self.module and not Path(self.script).is_file():
+        if self.script is not None and not self.module and not Path(self.script).is_file():
             raise UsageError(
                 f"There is no script {self.script}.",
                 "Name a file, or a module with --module NAME; options of ours come before it.",

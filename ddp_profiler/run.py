@@ -18,20 +18,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_profiler import units
-from ddp_profiler.analysis.results import Summary
 from ddp_profiler.cli import error_text, parse_click, worker_options, write_out
 from ddp_profiler.config import ScriptConfig, StudyConfig
 from ddp_profiler.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
-    CheckFailed,
     DdpProfilerError,
     InputError,
     UsageError,
 )
-from ddp_profiler.load import load_summary
 from ddp_profiler.measure.topology import Topology, place_levels, plan_levels, read_topology
-from ddp_profiler.record import paths, writer
+from ddp_profiler.record import writer
 from ddp_profiler.schema import (
     ClockReading,
     Failure,
@@ -409,23 +406,15 @@ def _conclude(folder: Path, debug: bool) -> int:
 
     The run is measured and kept whatever happens here.
     """
-    from ddp_profiler.report import console, plots
+    from ddp_profiler.conclusion import check_expectation, conclude
+    from ddp_profiler.report import console
 
     again = f"The measurements are kept; try: ddp-profiler analyze {folder}"
     try:
-        summary = load_summary(folder)
-        writer.write_json(paths.summary_file(folder), summary)
-        saved = plots.save_all(summary, folder)
-        lines = [f"  {path}" for path in (paths.summary_file(folder), *saved)]
-        text = "\n".join(
-            [
-                console.render(summary, color=sys.stdout is not None and sys.stdout.isatty()),
-                *lines,
-                f"Run folder: {folder}",
-            ]
-        )
-        write_out(console.for_encoding(text + "\n", getattr(sys.stdout, "encoding", None)))
-        _check_expectation(summary)
+        color = sys.stdout is not None and sys.stdout.isatty()
+        summary, text = conclude(folder, color=color)
+        write_out(console.for_encoding(text, getattr(sys.stdout, "encoding", None)))
+        check_expectation(summary)
     except DdpProfilerError as error:
         return _complain(error, speaks=True)
     except Exception as error:
@@ -434,26 +423,6 @@ def _conclude(folder: Path, debug: bool) -> int:
         failure = InputError(f"The result could not be shown: {_one_line(error)}", again)
         return _complain(failure, speaks=True)
     return EXIT_DONE
-
-
-def _check_expectation(summary: Summary) -> None:
-    """Compares the observed global batch with the one that the user expects.
-
-    Raises:
-        CheckFailed: They differ at a level that the user's word is about.
-    """
-    wrong = [
-        f"{level.id} {level.batch_check.observed}"
-        for level in summary.levels
-        if level.batch_check.declared is not None
-        and level.batch_check.observed != level.batch_check.declared
-    ]
-    if wrong:
-        expected = summary.run.settings["expect_global_batch"]
-        raise CheckFailed(
-            f"The global batch is not {expected} samples a step; observed: {', '.join(wrong)}.",
-            "It is micro-batch x accumulation x dp; see the table above.",
-        )
 
 
 if __name__ == "__main__":

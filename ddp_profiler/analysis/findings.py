@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ddp_profiler import units
+from ddp_profiler.analysis import sampled
 from ddp_profiler.analysis.feeding import explains_mismatch, find_feeding
 from ddp_profiler.analysis.machine import find_machine
 from ddp_profiler.analysis.placement import largest, packed_twin, scaling_curve
@@ -67,6 +68,7 @@ def find(levels: Sequence[LevelResult]) -> tuple[Finding, ...]:
         *(finding for level in measured for finding in _about_reductions(level)),
         *find_feeding(levels),
         *(finding for level in measured for finding in _about_stragglers(level)),
+        *(finding for level in measured for finding in _about_windows(level)),
         *_about_limits(measured),
         *_about_loss(measured),
         *_about_drop(measured),
@@ -167,6 +169,26 @@ def _about_stragglers(level: LevelResult) -> Iterator[Finding]:
             ),
             expected_gain_ms=straggler.recoverable_ms,
             expected_gain_pct=straggler.recoverable_ms / step.mean * 100 if step else None,
+        )
+
+
+def _about_windows(level: LevelResult) -> Iterator[Finding]:
+    """Names who is late in some windows only, so that the figures of all hardly show it."""
+    known = {straggler.rank for straggler in level.stragglers}
+    for rank, windows in sampled.passing(level.windows):
+        if rank in known:
+            continue
+        worst = max(
+            (late for window in windows for late in window.stragglers if late.rank == rank),
+            key=lambda late: late.recoverable_ms,
+        )
+        yield Finding(
+            id="passing-straggler",
+            severity="warning",
+            message=f"{level.id}: rank {rank} is late in {len(windows)} of {len(level.windows)} "
+            f"windows, by up to {units.ms(worst.lag_ms)} ms, {_why(worst)}.",
+            evidence=f"windows that begin at {sampled.named(windows)}; in the worst one "
+            f"{units.ms(worst.recoverable_ms)} ms a step could be recovered",
         )
 
 

@@ -12,6 +12,7 @@ from ddp_profiler.analysis.allreduce import AllReduceResult
 from ddp_profiler.analysis.clocks import ClockOffset
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.observed import Feeding
+from ddp_profiler.analysis.sampled import SampledWindow
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.analysis.statistics import Distribution
 from ddp_profiler.analysis.stragglers import Straggler
@@ -28,6 +29,7 @@ __all__ = [
     "Overhead",
     "RankResult",
     "RunResult",
+    "SampledWindow",
     "Straggler",
     "Summary",
 ]
@@ -149,6 +151,7 @@ class LevelResult:
     ``crossing_ms`` is what a plain step of a level spread over nodes takes more than that of
     the packed level of the same setting, with its interval and its share of the step.
     ``feeding`` is what entered a script's training; None in studies.
+    ``windows`` are those of a script that was observed again and again; empty where only once.
     """
 
     id: str
@@ -190,6 +193,7 @@ class LevelResult:
     crossing_ci95_ms: tuple[float, float] | None = None
     crossing_fraction: float | None = None
     feeding: Feeding | None = None
+    windows: tuple[SampledWindow, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from ddp_profiler.analysis.results import (
     RunResult,
     Summary,
 )
+from ddp_profiler.analysis.sampled import sampled_windows
 from ddp_profiler.analysis.scaling import Scaling, pop, scale
 from ddp_profiler.analysis.statistics import Distribution
 from ddp_profiler.analysis.stragglers import Arrivals, Straggler, find_stragglers
@@ -449,6 +450,13 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         ),
         notes=tuple(notes),
         feeding=feeding,
+        windows=sampled_windows(
+            measured.columns,
+            measured.index,
+            measured.plain,
+            measured.arrivals,
+            measured.clock_uncertainty_ms if len(measured.instrumented) == level.dp else None,
+        ),
     )
 
 

@@ -44,6 +44,7 @@ Examples:
     torchrun --nproc_per_node=8 -m ddp_profiler.run
     torchrun --nproc_per_node=8 -m ddp_profiler.run train.py --lr 3e-4
     torchrun --nproc_per_node=8 -m ddp_profiler.run --module package.train --lr 3e-4
+    torchrun --nproc_per_node=8 -m ddp_profiler.run --every 1000 train.py
     torchrun --nproc_per_node=8 -m ddp_profiler.run --data FILE --accumulate 1,4
     torchrun --nproc_per_node=2 -m ddp_profiler.run --model mlp:width=2048 --dp 2
 
@@ -61,6 +62,7 @@ _FOR_SCRIPTS = frozenset(
     {
         "steps",
         "warmup",
+        "every",
         "expect_global_batch",
         "timeout_s",
         "out",
@@ -70,9 +72,7 @@ _FOR_SCRIPTS = frozenset(
         "replay",
     }
 )
-
-
-_SCRIPT_ONLY = frozenset({"module", "batch_dim", "replay"})
+_OF_SCRIPTS_ONLY = frozenset({"module", "batch_dim", "every", "replay"})
 
 
 def _numbers(
@@ -106,6 +106,13 @@ _defaults = StudyConfig()
     help="With SCRIPT: your function from the bare model and the micro-batches of one step to the "
     "loss of the whole global batch; the gradients that DDP reduced are compared with it, see "
     "docs/scripts.md.",
+)
+@click.option(
+    "--every",
+    type=int,
+    metavar="K",
+    help="With SCRIPT: observe a window of --steps plain and as many instrumented steps every K "
+    "optimizer steps until training ends. Default: one window.",
 )
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Model, with its options.")
 @click.option(
@@ -256,8 +263,8 @@ def command(
         _refuse(context, given - _FOR_SCRIPTS, "belongs to studies, not to a script of your own")
         chosen = {name: options[name] for name in _FOR_SCRIPTS}
         return ScriptConfig(script=words[0], arguments=words[1:], **chosen)
-    _refuse(context, given & _SCRIPT_ONLY, "needs the SCRIPT that it is about")
-    return StudyConfig(**{k: v for k, v in options.items() if k not in _SCRIPT_ONLY})
+    _refuse(context, given & _OF_SCRIPTS_ONLY, "needs the SCRIPT that it is about")
+    return StudyConfig(**{k: v for k, v in options.items() if k not in _OF_SCRIPTS_ONLY})
 
 
 def _refuse(context: click.Context, names: set[str], why: str) -> None:

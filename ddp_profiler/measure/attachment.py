@@ -4,8 +4,9 @@ What is observed is what every such script has to call: DistributedDataParallel,
 ``Optimizer.step`` and ``zero_grad``, the DataLoader's iterator, GradScaler, gradient clipping,
 ``torch.save``. Each is replaced by a function that calls the original one with the same
 arguments and passes on what it returns or raises. Between blocks and after the last one nothing
-of ours is left in DDP. If anything of ours fails, everything is taken out, it is said once, and
-training goes on.
+of ours is left in DDP. Between the windows of a long run the functions stay, and only tell that
+something was done, so that steps can be counted. If anything of ours fails, everything is taken
+out, it is said once, and training goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch.optim.optimizer import (
 from ddp_profiler.measure import backward, ddp_adapter
 from ddp_profiler.measure.backward import BackwardWatch
 from ddp_profiler.measure.batches import number_of_samples
+from ddp_profiler.measure.clock import DeviceTimeline
 from ddp_profiler.measure.feeding import FeedWatch
 from ddp_profiler.measure.kept_step import KeptStep
 from ddp_profiler.measure.loss_divisor import loss_divisor
@@ -53,16 +55,18 @@ _SAVERS = (
 class Attachment:
     """Observes one process's training.
 
-    Observing begins with the first DistributedDataParallel that is built: only then is it known
-    on which device the script trains.
+    Observing begins with the first DistributedDataParallel that is built, or called if it was
+    built before: only then is it known on which device the script trains.
 
     Args:
         make_recorder: Makes what takes the marks of training on a device.
-        plan: Variants and numbers of steps, one block after the other.
+        plan: Variants and numbers of steps, one block after the other; steps of the variant
+            None are counted only.
         batch_dim: The dimension of forward's first tensor that counts samples.
         on_failure: Told if something of ours has failed; nothing is left installed then.
-        on_block: Told, between two steps, the variant of the block that begins; None at the end
-            of the plan, when nothing is left installed.
+        on_block: Told, between two steps, the variant of the block that begins; None after a
+            window, when nothing is left in DDP, and at the end of the plan, when nothing is left
+            installed.
         kept: Keeps what one step can be computed again from.
         on_feed: Told when more is known of what feeds training.
     """
@@ -70,7 +74,7 @@ class Attachment:
     def __init__(
         self,
         make_recorder: Callable[[torch.device], Recorder],
-        plan: Sequence[tuple[Variant, int]],
+        plan: Iterable[tuple[Variant | None, int]],
         *,
         batch_dim: int = 0,
         on_failure: Callable[[Exception], None],
@@ -80,7 +84,7 @@ class Attachment:
     ) -> None:
         self.ddps: list[DDP] = []
         self.built = False
-        """Whether the script has built any."""
+        """Whether the script has built any, or trained one that was there."""
         self.started = False
         self.recorder: Recorder
         self.tracker: StepTracker
@@ -104,17 +108,24 @@ class Attachment:
         self._user_hooks: Any = None
         self.elsewhere = OtherTraining()
         """What the script trains with before it builds any, and if it never does."""
+        self._resting = False
+        """Whether steps are only counted now, between two windows."""
         self.installed = False
 
     # -- putting in and taking out ------------------------------------------------------------
 
     def install(self) -> None:
-        """Looks out for models; call it on the thread that trains, before it makes them."""
+        """Looks out for models; call it on the thread that trains.
+
+        A model that is there already is observed from its first call on.
+        """
         self.installed = True
         self._user_hooks = ddp_adapter.installed()
         self._user_hooks.__enter__()
         self._replace(DDP, "__init__", self._on_init)
         self.elsewhere.install()
+        self._replace(DDP, "forward", self._on_forward)
+        self._replace_compiled()
 
     def _start(self, device: torch.device) -> None:
         """Begins to observe training on a device."""
@@ -123,7 +134,6 @@ class Attachment:
         self._watch = BackwardWatch(self.recorder)
         self.tracker = StepTracker(self.recorder, self._plan, self._switch)
         self.started = True
-        self._replace(DDP, "forward", self._on_forward)
         self._replace(torch.autograd, "backward", self._on_backward)
         self._replace(Optimizer, "zero_grad", self._of_optimizer("zero"))
         self._replace(torch.amp.GradScaler, "step", self._of_optimizer("scaler", ends_step=True))
@@ -134,9 +144,7 @@ class Attachment:
                 self._replace(module, name, self._of_optimizer("clip"))
         iterator = torch.utils.data.dataloader._BaseDataLoaderIter
         self._replace(iterator, "__next__", self._on_fetch)
-        compiled = sys.modules.get("torch._dynamo.eval_frame")
-        if compiled is not None:
-            self._replace(compiled.OptimizedModule, "__call__", self._on_compiled)
+        self._replace_compiled()
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -164,8 +172,13 @@ class Attachment:
         """Puts a function in the place of another: ``act(original, args, keywords)``."""
         original = vars(owner)[name]
 
+        ends_step = name == "step"
+
         @functools.wraps(original)
         def ours(*args: Any, **keywords: Any) -> Any:
+            # Most acts between two windows count for nothing: the first after a step ends it.
+            if self._resting and not ends_step and not self.tracker.stepped:
+                return original(*args, **keywords)
             # Dynamo sees nothing but the call that it knows how to compile.
             if (
                 torch.compiler.is_compiling()
@@ -192,24 +205,60 @@ class Attachment:
 
     def _switch(self, variant: Variant | None) -> None:
         """Attaches to DDP or detaches from it, between two steps."""
-        if variant is None:
-            self.uninstall()
-        else:
-            self._replace_savers()
+        if variant is not None:
+            self._wake()
             for adapter in self._adapters:
                 if variant is Variant.PLAIN:
                     adapter.detach()
                 else:
                     adapter.attach()
-        self._on_block(variant)
+            self._on_block(variant)
+        elif self.tracker.done:
+            self.uninstall()
+            self._on_block(None)
+        else:
+            for adapter in self._adapters:
+                adapter.detach()
+            self._on_block(None)
+            # The script may want to free them; those that train on are found at their next call.
+            self._forget()
+            self._resting = True
+
+    def _wake(self) -> None:
+        self._replace_savers()
+        if self._resting:
+            self._resting = False
+            if isinstance(self.recorder.timeline, DeviceTimeline):
+                # Far from its anchor, a device's time is not known well enough.
+                self.recorder.timeline.move_anchor()
+
+    def _rests(self) -> bool:
+        """Tells that something was done, and whether nothing of it is to be recorded.
+
+        That is so between two windows, and when something of ours has failed.
+        """
+        if self._resting:
+            self._guard(self.tracker.act)
+        return self._resting or not self.installed
+
+    def _replace_compiled(self) -> None:
+        compiled = sys.modules.get("torch._dynamo.eval_frame")
+        if compiled is not None and not self._has_replaced(compiled.OptimizedModule, "__call__"):
+            self._replace(compiled.OptimizedModule, "__call__", self._on_compiled)
+
+    def _has_replaced(self, owner: Any, name: str) -> bool:
+        return any(one is owner and its == name for one, its, _, _ in self._replaced)
 
     def _replace_savers(self) -> None:
         if not self.installed:
             return
-        known = {(id(owner), name) for owner, name, _, _ in self._replaced}
         for module_name, name in _SAVERS:
             module = sys.modules.get(module_name)
-            if module is not None and hasattr(module, name) and (id(module), name) not in known:
+            if (
+                module is not None
+                and hasattr(module, name)
+                and not self._has_replaced(module, name)
+            ):
                 self._replace(module, name, self._on_save)
 
     # -- what a script does -------------------------------------------------------------------
@@ -225,7 +274,8 @@ class Attachment:
 
     def _on_init(self, original: Any, args: Any, keywords: Any) -> Any:
         result = original(*args, **keywords)
-        self._guard(self._adopt, args[0])
+        if not self._resting:
+            self._guard(self._adopt, args[0])
         return result
 
     def _adopt(self, ddp: DDP) -> None:
@@ -240,24 +290,29 @@ class Attachment:
             adapter.attach()
 
     def _on_forward(self, original: Any, args: Any, keywords: Any) -> Any:
-        return self._call(original, args, keywords, inputs=(args[1:], keywords))
+        return self._call(original, args, keywords, ddp=args[0])
 
     def _on_compiled(self, original: Any, args: Any, keywords: Any) -> Any:
-        if not isinstance(getattr(args[0], "_orig_mod", None), DDP):
+        ddp = getattr(args[0], "_orig_mod", None)
+        if not isinstance(ddp, DDP):
             return original(*args, **keywords)
-        return self._call(original, args, keywords, inputs=(args[1:], keywords))
+        return self._call(original, args, keywords, ddp)
 
-    def _call(self, original: Any, args: Any, keywords: Any, inputs: Any) -> Any:
-        if self._depth.get("forward"):
+    def _call(self, original: Any, args: Any, keywords: Any, ddp: DDP) -> Any:
+        if self._depth.get("forward") or self._rests():
             return original(*args, **keywords)
         evaluates = not torch.is_grad_enabled()
-        begin = self._guard(self._begin_call, evaluates, inputs)
+        if not evaluates and not any(known is ddp for known in self.ddps):
+            self._guard(self._adopt, ddp)
+        if not self.started or not self.installed:
+            return original(*args, **keywords)
+        begin = self._guard(self._begin_call, evaluates, (args[1:], keywords))
         try:
             _, result = self._outermost("forward", lambda: original(*args, **keywords))
         finally:
             self.recorder.phase = None
         if begin is not None:
-            self._guard(self._end_call, evaluates, begin, args[0], inputs)
+            self._guard(self._end_call, evaluates, begin, ddp, (args[1:], keywords))
         return result
 
     def _begin_call(self, evaluates: bool, inputs: Any) -> Any:
@@ -284,7 +339,7 @@ class Attachment:
             self.feed.trained(samples, joins=ddp._join_config.enable)
 
     def _on_backward(self, original: Any, args: Any, keywords: Any) -> Any:
-        if self._depth.get("backward"):
+        if self._depth.get("backward") or self._rests():
             return original(*args, **keywords)
         begun = self._guard(self._begin_backward, args, keywords)
         try:
@@ -326,6 +381,8 @@ class Attachment:
         return result
 
     def _on_fetch(self, original: Any, args: Any, keywords: Any) -> Any:
+        if self._rests():
+            return original(*args, **keywords)
         begin = self._guard(self._begin_fetch, args[0])
         try:
             outermost, batch = self._outermost("fetch", lambda: original(*args, **keywords))
@@ -344,7 +401,8 @@ class Attachment:
 
     def _end_fetch(self, begin: Any, iterator: Any, batch: Any) -> None:
         # Frameworks evaluate the module inside DDP, whose calls are not seen.
-        evaluates = not torch.is_grad_enabled() or not any(d.module.training for d in self.ddps)
+        training = [ddp.module.training for ddp in self.ddps]
+        evaluates = not torch.is_grad_enabled() or (bool(training) and not any(training))
         self.tracker.fetched(begin, self.recorder.mark(), evaluates=evaluates)
         self.feed.fetched(iterator, batch, compares=self.tracker.warming_up)
         if self._kept is not None:
@@ -361,6 +419,9 @@ class Attachment:
 
     def _before_step(self, *_: Any) -> None:
         if threading.get_ident() == self._thread:
+            if self._resting:
+                self._stepping.append((None, self.tracker.acts))
+                return
             begun = self._guard(self.tracker.begins_optimizer)
             if begun is not None:
                 self._stepping.append(begun)
@@ -372,7 +433,8 @@ class Attachment:
                 self._guard(self._end_optimizer, begun, ends_step=True)
 
     def _end_optimizer(self, begun: tuple[Any, int], *, ends_step: bool) -> None:
-        self.tracker.optimized(begun, self.recorder.mark(), ends_step=ends_step)
+        end = self.recorder.mark() if self.tracker.recording else None
+        self.tracker.optimized(begun, end, ends_step=ends_step)
 
     def _of_optimizer(self, kind: str, *, ends_step: bool = False) -> Callable[..., Any]:
         """Times what belongs to the optimizer.
@@ -390,6 +452,8 @@ class Attachment:
         return act
 
     def _on_save(self, original: Any, args: Any, keywords: Any) -> Any:
+        if self._rests():
+            return original(*args, **keywords)
         begin = self._guard(self._begin_act)
         outermost, result = self._outermost("save", lambda: original(*args, **keywords))
         if outermost and begin is not None:
@@ -431,6 +495,9 @@ class Attachment:
     def let_go(self) -> None:
         """Takes everything out and forgets the models, which a script may want to free."""
         self.uninstall()
+        self._forget()
+
+    def _forget(self) -> None:
         self.ddps.clear()
         self._adapters.clear()
 

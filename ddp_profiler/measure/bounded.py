@@ -44,7 +44,11 @@ def within(limit_s: float, call: Callable[[], Result]) -> Result:
             problem.append(error)
 
     thread = threading.Thread(target=work, daemon=True, name="ddp-profiler-bounded")
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        # At the interpreter's end there are no new threads: the call has its own limit, if any.
+        return call()
     thread.join(max(0.0, limit_s))
     if thread.is_alive():
         thread.join(_AFTERWARDS_S)

@@ -117,7 +117,7 @@ def describe(seen: OtherTraining, world_size: int) -> str:
         seen: What was seen on this rank.
         world_size: Number of ranks.
     """
-    start = "the script never built DistributedDataParallel, so there is nothing to split: "
+    start = "DistributedDataParallel was never built or called, so there is nothing to split: "
     kind = seen.kind
     if kind is None:
         return (

@@ -4,12 +4,12 @@ A script tells nobody where its steps begin. What can be seen are single acts: a
 fetched, a model is called, a backward runs, an optimizer steps. A step ends with the last act
 of the optimizers before anything else happens, and the next one begins there, so that the
 steps of a block leave no time out. In plain blocks only the steps and their interruptions are
-recorded.
+recorded. Between the windows of a long run nothing is: steps are only counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from ddp_profiler.measure.clock import Mark
 from ddp_profiler.measure.feeding import Tokens
@@ -17,6 +17,8 @@ from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.schema import Interruption, SpanKind, Variant
 
 _OBSERVED = (Variant.WARMUP, Variant.INSTRUMENTED)
+_MOST_VALUES = 1000
+"""So many different values are counted: what is kept of a run does not grow with it."""
 
 
 class StepTracker:
@@ -26,31 +28,36 @@ class StepTracker:
 
     Args:
         recorder: Takes the spans.
-        plan: Variants and numbers of steps, one block after the other.
-        switch: Told, between two steps, the variant of the block that begins; None at the end
-            of the plan.
+        plan: Variants and numbers of steps, one block after the other, for as long as it likes;
+            steps of the variant None are counted only.
+        switch: Told, between two steps, the variant of the block that begins; None where
+            nothing is recorded from now on: for some steps, or for good (:attr:`done`).
     """
 
     def __init__(
         self,
         recorder: Recorder,
-        plan: Sequence[tuple[Variant, int]],
+        plan: Iterable[tuple[Variant | None, int]],
         switch: Callable[[Variant | None], None],
     ) -> None:
         self.recorder = recorder
         self.step = 0
-        self.micro_steps: list[int] = []
-        """Backward calls of each step of the plan."""
-        self.samples: list[int] = []
-        """Samples that entered each micro-step of the plan."""
+        self.done = False
+        """Whether all blocks of the plan have been trained."""
+        self.micro_steps: dict[int, int] = {}
+        """How many recorded steps had so many backward calls."""
+        self.samples: dict[int, int] = {}
+        """How many recorded micro-steps were entered by so many samples."""
         self.acts = 0
         """Acts that have ended so far."""
         self._last_ended: Mark | None = None
-        self._plan = list(plan)
+        self._plan = iter(plan)
         self._switch = switch
         self._block = -1
         self._left = 0
         self._variant: Variant | None = None
+        self.stepped = False
+        """Whether a step that is only counted may be over: an optimizer has stepped."""
         self._begin: Mark | None = None
         self._end: Mark | None = None
         self._micro_step = 0
@@ -73,9 +80,9 @@ class StepTracker:
         return self._variant is Variant.WARMUP
 
     @property
-    def done(self) -> bool:
-        """Whether all blocks of the plan have been trained."""
-        return self._variant is None
+    def recording(self) -> bool:
+        """Whether steps are recorded now, and not only counted."""
+        return self._variant is not None
 
     def act(self, *, of_optimizer: bool = False) -> None:
         """Announces an act: a fetch, a forward, a backward, or one of the optimizers.
@@ -84,12 +91,14 @@ class StepTracker:
             of_optimizer: Whether it may belong to the end of a step: optimizer.step, zero_grad,
                 clipping, unscaling.
         """
-        if self.done:
-            return
-        if self._end is not None and not of_optimizer:
-            self._close_step()
-            if self.done:
+        if not self.recording:
+            if of_optimizer or not self.stepped:
                 return
+            self._count_step()
+        elif self._end is not None and not of_optimizer:
+            self._close_step()
+        if not self.recording:
+            return
         if self._begin is None:
             self._begin = self.recorder.mark()
             self._begin_step()
@@ -108,7 +117,7 @@ class StepTracker:
         self._acted(end)
         self._next_micro_step()
         self._record(SpanKind.DATA, begin, end)
-        if evaluates and not self.done:
+        if evaluates and self.recording:
             self._for_evaluation = begin, end
 
     def exhausted(self) -> None:
@@ -128,13 +137,13 @@ class StepTracker:
         """
         self._for_evaluation = None
         self._acted(end)
-        if self.done:
+        if not self.recording:
             return
         if self._forwards:
             samples = tokens = None
         self._forwards += 1
         if samples is not None:
-            self.samples.append(samples)
+            _count(self.samples, samples)
             self._samples = (self._samples or 0) + samples
         if tokens is not None:
             self._tokens = (self._tokens or 0) + tokens.count
@@ -159,16 +168,18 @@ class StepTracker:
         self._backwards += 1
         self._record(SpanKind.BACKWARD, begin, end)
 
-    def begins_optimizer(self) -> tuple[Mark, int]:
+    def begins_optimizer(self) -> tuple[Mark | None, int]:
         """Tells that an optimizer begins to step, clip, unscale or set gradients to zero.
 
         Returns:
             What :meth:`optimized` needs.
         """
         self.act(of_optimizer=True)
-        return self.recorder.mark(), self.acts
+        return self.recorder.mark() if self.recording else None, self.acts
 
-    def optimized(self, begun: tuple[Mark, int], end: Mark, *, ends_step: bool) -> None:
+    def optimized(
+        self, begun: tuple[Mark | None, int], end: Mark | None, *, ends_step: bool
+    ) -> None:
         """Tells that it has ended.
 
         What ran inside has spans of its own: a closure's forward and backward, a scaler's
@@ -176,15 +187,17 @@ class StepTracker:
 
         Args:
             begun: What :meth:`begins_optimizer` returned.
-            end: When it had ended.
+            end: When it had ended; None where steps are only counted.
             ends_step: Whether it was a step, which the next act of another kind ends.
         """
-        begin, acts = begun
-        if self.acts != acts:
-            begin = self._last_ended
-        self._acted(end)
-        if self.done:
+        if end is None or not self.recording:
+            self.stepped |= ends_step
             return
+        begin, acts = begun
+        if self.acts != acts or begin is None:
+            # A window may begin inside a closure.
+            begin = end if self._last_ended is None else self._last_ended
+        self._acted(end)
         self._record(SpanKind.OPTIMIZER, begin, end)
         if ends_step or self._end is not None:
             self._end = end
@@ -193,12 +206,12 @@ class StepTracker:
         """Tells of something inside a step that is no training: an evaluation, a checkpoint."""
         self._settle()
         self._acted(end)
-        if not self.done and self._begin is not None:
+        if self.recording and self._begin is not None:
             self.recorder.span(SpanKind.INTERRUPTION, begin, end, index=int(reason))
 
     def finish(self) -> None:
         """Ends the last step where an optimizer has stepped; what is incomplete has no step."""
-        if not self.done and self._end is not None:
+        if self.recording and self._end is not None:
             self._close_step()
         self.recorder.flush()
 
@@ -221,7 +234,7 @@ class StepTracker:
         self._begin_micro_step(0)
 
     def _next_micro_step(self) -> None:
-        if self._had_backward and not self.done:
+        if self._had_backward and self.recording:
             self._begin_micro_step(self._micro_step + 1)
 
     def _begin_micro_step(self, number: int) -> None:
@@ -230,9 +243,16 @@ class StepTracker:
         self._had_backward = False
         self.recorder.begin_micro_step(self.step, number)
 
+    def _count_step(self) -> None:
+        self.stepped = False
+        self.step += 1
+        self._left -= 1
+        if self._left == 0:
+            self._next_block()
+
     def _close_step(self) -> None:
         self._settle()
-        self.micro_steps.append(self._backwards)
+        _count(self.micro_steps, self._backwards)
         self.recorder.begin_micro_step(self.step, -1)
         self.recorder.step_span(
             self._begin,
@@ -253,23 +273,26 @@ class StepTracker:
             self._begin_step()
 
     def _next_block(self) -> None:
-        if not self._plan:
-            self._variant = None
-            self._switch(None)
-            return
-        self._variant, self._left = self._plan.pop(0)
-        self._block += 1
-        self.recorder.begin_block(0, 0, self._block, self._variant)
+        block = next(self._plan, None)
+        self.done = block is None
+        self._variant, self._left = block or (None, 0)
+        if self._variant is not None:
+            self._block += 1
+            self.recorder.begin_block(0, 0, self._block, self._variant)
+        # What was last seen lies before everything that was only counted.
+        self._last_ended, self._had_backward = None, False
         self._switch(self._variant)
 
 
-def typical(values: Sequence[int], otherwise: int) -> int:
+def _count(counts: dict[int, int], value: int) -> None:
+    if value in counts or len(counts) < _MOST_VALUES:
+        counts[value] = counts.get(value, 0) + 1
+
+
+def typical(counts: Mapping[int, int], otherwise: int) -> int:
     """Returns the value that occurs most, the smallest of several; ``otherwise`` of none.
 
-    >>> typical([4, 4, 2], 1), typical([], 1)
+    >>> typical({4: 2, 2: 1}, 1), typical({}, 1)
     (4, 1)
     """
-    counts: dict[int, int] = {}
-    for value in values:
-        counts[value] = counts.get(value, 0) + 1
     return min(counts, key=lambda value: (-counts[value], value), default=otherwise)

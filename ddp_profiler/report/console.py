@@ -15,6 +15,7 @@ from rich.text import Text
 from ddp_profiler import units
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.results import ClockOffset, LevelResult, Summary
+from ddp_profiler.analysis.sampled import lateness
 from ddp_profiler.analysis.scaling import Pop
 
 WIDTH = 80
@@ -22,6 +23,7 @@ _GAP = 2
 _HEADER_LEAST = 8
 _CORNER = "ms a step"
 _CLOCKS_SHOWN = 4
+_WINDOWS_SHOWN = 12
 _ASCII_BOX = {
     code: "-" if chr(code) in "─━┄┅┈┉╌╍═╴╶╸╺╼╾" else "|" if chr(code) in "│┃┆┇┊┋╎╏║╵╷╹╻╽╿" else "+"
     for code in range(0x2500, 0x2580)
@@ -66,8 +68,9 @@ def render(summary: Summary, *, color: bool = False) -> str:
     )
     for line in _heading(summary):
         console.print(Text(units.printable(line)))
-    for table in _tables(summary.levels):
-        console.print(table)
+    for table in (*_tables(summary.levels), *map(_window_table, summary.levels)):
+        if table is not None:
+            console.print(table)
     for line in _footnotes(summary):
         console.print(Text(units.printable(line)))
     return output.getvalue()
@@ -175,6 +178,28 @@ def _table(
     for row in rows:
         cells = (Text(row.cells[index]) for index in part)
         table.add_row(row.label, *cells, style=row.style, end_section=row.ends_section)
+    return table
+
+
+def _window_table(level: LevelResult) -> Table | None:
+    """Returns the windows of a level, those with the longest steps where there are many."""
+    windows = level.windows
+    if len(windows) < 2:
+        return None
+    longest = sorted(windows, key=lambda w: -(w.step_ms or 0.0))[:_WINDOWS_SHOWN]
+    shown = [window for window in windows if window in longest]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    few = len(shown) == len(windows)
+    header = f"{len(windows)} windows" if few else f"slowest {len(shown)} of {len(windows)} windows"
+    table.add_column(f"{header} of {units.printable(level.id)}")
+    table.add_column("plain step", justify="right", no_wrap=True)
+    table.add_column("late (ms)")
+    for window in shown:
+        table.add_row(
+            f"steps {window.first_step} to {window.last_step}",
+            units.ms(window.step_ms),
+            lateness(window) or units.NOTHING,
+        )
     return table
 
 

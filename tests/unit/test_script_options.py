@@ -32,6 +32,11 @@ def test_module():
     assert config.arguments == ("--lr", "3e-4")
 
 
+def test_windows(script):
+    assert parse("train.py").every is None
+    assert parse("--every", "41", "train.py").every == 41
+
+
 def test_without_a_script_it_is_a_study():
     assert isinstance(parse("--steps", "3"), StudyConfig)
 
@@ -64,7 +69,8 @@ def test_options_of_studies_are_refused(script, option):
 
 
 @pytest.mark.parametrize(
-    "option", [("--module",), ("--batch-dim", "1"), ("--replay", "package.module:loss")]
+    "option",
+    [("--module",), ("--batch-dim", "1"), ("--every", "99"), ("--replay", "package.module:loss")],
 )
 def test_options_of_scripts_need_one(option):
     with pytest.raises(UsageError, match=f"{option[0]} needs the SCRIPT"):
@@ -77,6 +83,8 @@ def test_options_of_scripts_need_one(option):
         (["missing.py"], "There is no script missing.py"),
         (["--warmup", "1", "train.py"], "--warmup 1 is below 2"),
         (["--steps", "0", "train.py"], "--steps 0 is below 1"),
+        (["--every", "40", "train.py"], "--every 40 is not above 40, the length of a window"),
+        (["--steps", "5", "--every", "0", "train.py"], "--every 0 is not above 10"),
         (["--batch-dim", "-1", "train.py"], "--batch-dim -1 is below 0"),
         (["--expect-global-batch", "0", "train.py"], "--expect-global-batch 0 is below 1"),
         (["--timeout", "0", "train.py"], "--timeout 0 is no time"),

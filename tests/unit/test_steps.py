@@ -90,6 +90,13 @@ class Script:
         ]
 
     @property
+    def of_steps(self):
+        return [row for row in self.rows if row["kind"] == SpanKind.STEP]
+
+    def rows_of(self, step):
+        return [row for row in self.rows if row["step"] == step]
+
+    @property
     def steps(self):
         """Steps as (begin, end, micro-steps, samples)."""
         return [
@@ -158,8 +165,8 @@ def test_accumulation(script):
     assert [s[2:] for s in script.steps] == [(3, 19), (3, 19)]
     for kind in (SpanKind.DATA, SpanKind.FORWARD, SpanKind.BACKWARD):
         assert [row[:2] for row in script.of(kind)] == [*itertools.product((0, 1), (0, 1, 2))]
-    assert script.tracker.micro_steps == [3, 3]
-    assert script.tracker.samples == 2 * [8, 8, 3]
+    assert script.tracker.micro_steps == {3: 2}
+    assert script.tracker.samples == {8: 4, 3: 2}
 
 
 def test_batch_that_is_fetched_ahead_is_no_micro_step(script):
@@ -285,7 +292,7 @@ def test_samples_that_are_not_known(script):
     script.micro_step(samples=None)
     script.optimizer()
     assert script.finish().steps == [(0, 55, 1, None)]
-    assert script.tracker.samples == []
+    assert script.tracker.samples == {}
 
 
 def test_interruptions_lie_in_the_step_that_follows():
@@ -385,6 +392,91 @@ def test_steps_of_a_block_leave_no_time_out(acts):
 
 
 def test_typical():
-    assert typical([4, 4, 2], 1) == 4
-    assert typical([2, 4, 4, 2], 1) == 2
-    assert typical([], 7) == 7
+    assert typical({4: 2, 2: 1}, 1) == 4
+    assert typical({4: 2, 2: 2}, 1) == 2
+    assert typical({}, 7) == 7
+
+
+def test_steps_between_windows_are_counted_only(script):
+    script = Script((WARMUP, 1), (PLAIN, 1), (None, 3), (INSTRUMENTED, 1), (None, 2), (PLAIN, 1))
+    for _ in range(10):
+        script.micro_step()
+        script.micro_step()
+        # Clipping and setting to zero make no step of their own.
+        script.clip()
+        script.optimizer()
+        script.zero_grad()
+    script.finish()
+    assert [(row["step"], row["variant"], row["block"]) for row in script.of_steps] == [
+        (0, WARMUP, 0),
+        (1, PLAIN, 1),
+        (5, INSTRUMENTED, 2),
+        (8, PLAIN, 3),
+    ]
+    assert {row[0] for row in script.of(SpanKind.FORWARD)} == {0, 5}
+    assert [variant for variant, _ in script.switched] == [
+        *(WARMUP, PLAIN, None, INSTRUMENTED, None, PLAIN, None)
+    ]
+    assert script.tracker.done
+    # Every window begins with the first act after the steps that were only counted.
+    length = 2 * 51 + 2 + 4 + 2
+    assert [begin for begin, *_ in script.steps] == [length * step for step in (0, 1, 5, 8)]
+    assert script.tracker.samples == {8: 8}
+    assert script.tracker.micro_steps == {2: 4}
+
+
+def test_windows_in_an_endless_plan(script):
+    def endless():
+        while True:
+            yield INSTRUMENTED, 2
+            yield None, 1
+
+    script.tracker = StepTracker(
+        script.tracker.recorder, endless(), lambda v: script.switched.append(v)
+    )
+    for _ in range(7):
+        script.micro_step()
+        script.optimizer()
+    script.finish()
+    assert [row["step"] for row in script.of_steps] == [0, 1, 3, 4, 6]
+    assert not script.tracker.done
+
+
+def test_skipped_and_several_optimizer_steps_between_windows(script):
+    script = Script((WARMUP, 1), (None, 2), (INSTRUMENTED, 1))
+    for _ in range(4):
+        script.micro_step()
+        script.optimizer()
+        script.optimizer()
+    script.finish()
+    assert [row["step"] for row in script.of_steps] == [0, 3]
+
+
+def test_a_window_that_begins_inside_a_closure(script):
+    script = Script((WARMUP, 1), (None, 2), (INSTRUMENTED, 2))
+
+    def inside():
+        script.zero_grad()
+        script.forward()
+        script.backward()
+
+    for _ in range(5):
+        script.pass_time(100)
+        script.optimizer(4, inside)
+    script.finish()
+    assert [row["step"] for row in script.of_steps] == [0, 3, 4]
+    for step in (3, 4):
+        kinds = [(row["kind"], row["end_ns"] - row["begin_ns"]) for row in script.rows_of(step)]
+        # What a closure did before the window began is not in it.
+        assert (SpanKind.FORWARD, 20) in kinds
+        assert (SpanKind.BACKWARD, 30) in kinds
+        assert max(length for kind, length in kinds if kind == SpanKind.OPTIMIZER) <= 4
+
+
+def test_what_is_kept_does_not_grow_with_training(script):
+    script = Script((INSTRUMENTED, 1500), (None, 10**6))
+    for step in range(1600):
+        script.micro_step(samples=step)
+        script.optimizer()
+    assert len(script.tracker.samples) == 1000
+    assert script.tracker.recorder._spans == []

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,6 +32,19 @@ class Unused(nn.Module):
 
     def forward(self, batch):
         return self.used(batch["x"])
+
+
+class Tied(nn.Module):
+    """Uses a layer's weight twice, and one that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.one, self.two, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.last(self.two(self.one(self.frozen(x)).relu()))
 
 
 class Pair(nn.Module):
@@ -191,6 +205,114 @@ def two_models():
     return nn.ModuleList([first, second]), losses
 
 
+def powersgd():
+    """Compresses gradients of rank 1 after two steps; all in one bucket."""
+    model = DDP(mlp())
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return simple_loop(model)
+
+
+def bf16():
+    def call(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x)
+
+    return simple_loop(DDP(mlp()), call)
+
+
+def clip_value():
+    model = DDP(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches, losses = forever(loader()), []
+    for _ in range(STEPS):
+        x, y = next(batches)
+        loss = loss_of(model(x), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        losses.append(loss.item())
+    return model, losses
+
+
+def always_synced():
+    """Accumulates two micro-steps without no_sync."""
+    model = DDP(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches, losses = forever(loader()), []
+    for _ in range(STEPS):
+        for _ in range(2):
+            x, y = next(batches)
+            loss = loss_of(model(x), y) / 2
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, losses
+
+
+def epochs():
+    """Three epochs of four steps, each shuffled anew, with a smaller rate after each."""
+    model = DDP(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    batches, losses = loader(4 * MICRO_BATCH), []
+    for epoch in range(3):
+        batches.sampler.set_epoch(epoch)
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        scheduler.step()
+    return model, losses
+
+
+def bucket_view():
+    return simple_loop(DDP(mlp(), gradient_as_bucket_view=True))
+
+
+def closure():
+    model = DDP(mlp())
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), lr=0.1, max_iter=2, tolerance_change=0, tolerance_grad=0
+    )
+    batches, losses = forever(loader()), []
+    for _ in range(STEPS):
+        x, y = next(batches)
+
+        def again(x=x, y=y):
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()
+            losses.append(loss.item())
+            return loss
+
+        optimizer.step(again)
+    return model, losses
+
+
+def tied():
+    return simple_loop(DDP(Tied()))
+
+
+def uneven():
+    """Ranks have 12, 11, 10 ... batches each."""
+    model = DDP(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches, losses = list(loader())[: STEPS - dist.get_rank()], []
+    with model.join():
+        for x, y in batches:
+            loss = loss_of(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return model, losses
+
+
 CASES = {
     f.__name__: f
     for f in (
@@ -205,6 +327,15 @@ CASES = {
         static_graph,
         scaler,
         two_models,
+        powersgd,
+        bf16,
+        clip_value,
+        always_synced,
+        epochs,
+        bucket_view,
+        closure,
+        tied,
+        uneven,
     )
 }
 

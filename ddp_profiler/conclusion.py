@@ -1,0 +1,52 @@
+"""What a run ends with: its figures beside the record, and the text that is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddp_profiler.analysis.results import Summary
+from ddp_profiler.errors import CheckFailed
+from ddp_profiler.load import load_summary
+from ddp_profiler.record import paths, writer
+from ddp_profiler.report import console, plots
+
+
+def conclude(folder: Path, *, color: bool) -> tuple[Summary, str]:
+    """Analyses a finished run and writes ``summary.json`` and the plots.
+
+    Args:
+        folder: The run folder.
+        color: Whether the text is shown where colours are.
+
+    Returns:
+        The summary, and the text: the table, and where the files are.
+
+    Raises:
+        InputError: The folder holds no readable run.
+    """
+    summary = load_summary(folder)
+    writer.write_json(paths.summary_file(folder), summary)
+    saved = plots.save_all(summary, folder)
+    lines = [f"  {path}" for path in (paths.summary_file(folder), *saved)]
+    table = console.render(summary, color=color)
+    return summary, "\n".join([table, *lines, f"Run folder: {folder}", ""])
+
+
+def check_expectation(summary: Summary) -> None:
+    """Compares the observed global batch with the one that the user expects.
+
+    Raises:
+        CheckFailed: They differ at a level that the user's word is about.
+    """
+    wrong = [
+        f"{level.id} {level.batch_check.observed}"
+        for level in summary.levels
+        if level.batch_check.declared is not None
+        and level.batch_check.observed != level.batch_check.declared
+    ]
+    if wrong:
+        expected = summary.run.settings["expect_global_batch"]
+        raise CheckFailed(
+            f"The global batch is not {expected} samples a step; observed: {', '.join(wrong)}.",
+            "It is micro-batch x accumulation x dp; see the table above.",
+        )

@@ -1,0 +1,582 @@
+"""Observes training on one rank, keeps its record, and has it shown at the end.
+
+This is what a script that is run and a program that observes itself have in common: ranks meet,
+the run folder, the recorder, what is described and when, and how the record ends. If anything
+here fails, it is said once and training goes on as if we were not there.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_profiler import units
+from ddp_profiler.batch import by_value, unequal
+from ddp_profiler.config import ScriptConfig
+from ddp_profiler.errors import DdpProfilerError, UsageError
+from ddp_profiler.keeper import RunKeeper, describe_script
+from ddp_profiler.measure import environment, kernel
+from ddp_profiler.measure.attachment import Attachment
+from ddp_profiler.measure.clock_sync import local_clock
+from ddp_profiler.measure.kept_step import KeptStep
+from ddp_profiler.measure.loop import block_plan
+from ddp_profiler.measure.marks import Recorder
+from ddp_profiler.measure.other_training import describe
+from ddp_profiler.measure.replay import Replay, load_oracle, not_compared
+from ddp_profiler.measure.script_board import ScriptBoard
+from ddp_profiler.measure.script_clocks import ScriptClocks
+from ddp_profiler.measure.steps import typical
+from ddp_profiler.measure.study import make_timeline
+from ddp_profiler.measure.topology import Topology
+from ddp_profiler.record import paths, reader, writer
+from ddp_profiler.schema import (
+    BatchProof,
+    Failure,
+    LevelFacts,
+    LevelSettings,
+    ParameterFacts,
+    RankFeed,
+    RankPlace,
+    RecordPart,
+    RunInfo,
+    Variant,
+)
+
+LEVEL = "script"
+"""The id of the only level of such a run."""
+
+_OTHERS_S = 10.0
+"""How long rank 0 waits at the end for the records of other ranks."""
+_OTHERS_OF_A_FAILURE_S = 0.5
+"""The same after a failure: ranks of a script that fails need not end together."""
+_OBSERVING = "observing"
+"""The phase of a failure that is ours."""
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a rank's part has ended: what failed, if anything, and when (seconds since 1970)."""
+
+    phase: str
+    message: str
+    hostname: str
+    at_s: float
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What rank 0 says of the run folder: where it is, or why there is none."""
+
+    folder: str
+    info: RunInfo | None
+    problem: str = ""
+    remedy: str = ""
+
+
+class Observation:
+    """Training under observation on one rank; one at a time in a process.
+
+    Args:
+        config: The settings.
+        topology: This rank's place. Where nobody launched it, local ranks follow from the
+            hosts' names.
+        say: Shows a line to the user.
+        show: Shows, on rank 0, what a run folder holds.
+        name: What the run is called, and its folder where the settings name none.
+        store: A store of torch that all ranks have; that of the launcher where None.
+
+    Attributes:
+        folder: The run folder, once ranks have met.
+        current: The observation that goes on in this process.
+    """
+
+    current: Observation | None = None
+
+    def __init__(
+        self,
+        config: ScriptConfig,
+        topology: Topology,
+        say: Callable[[str], None],
+        show: Callable[[Path], None],
+        *,
+        name: str,
+        store: Any = None,
+    ) -> None:
+        self._config = config
+        self._topology = topology
+        self._name = name
+        self._store = store
+        self._say = say
+        self._show = show
+        self._keeper = RunKeeper(topology.rank)
+        self._board: ScriptBoard
+        self._clocks: ScriptClocks
+        self._parts: tuple[RecordPart, ...] = ()
+        self.folder: Path | None = None
+        self._run_id = ""
+        self._stream: writer.SpanWriter | None = None
+        self._failure: str | None = None
+        self._level: LevelSettings | None = None
+        self._facts: LevelFacts | None = None
+        self._described = False
+        """Whether a whole window was described."""
+        self._known_places: tuple[RankPlace, ...] = ()
+        self._node_described = False
+        """Whether this rank has described its node."""
+        # The last step but one of the warm-up: what keeping it costs falls into the last one.
+        self._kept = (
+            KeptStep(config.warmup - 2, leads=topology.rank == 0, batch_dim=config.batch_dim)
+            if config.replay
+            else None
+        )
+        self._replay: Replay | None = None
+        self._attachment = Attachment(
+            self._make_recorder,
+            _plan(config),
+            batch_dim=config.batch_dim,
+            on_failure=self._step_aside,
+            on_block=self._block_begins,
+            kept=self._kept,
+            on_feed=self._publish_feed,
+        )
+
+    @property
+    def observes_a_script(self) -> bool:
+        """Whether a script is run that need not know of it."""
+        return self._config.script is not None
+
+    @property
+    def built(self) -> bool:
+        """Whether a DistributedDataParallel was seen."""
+        return self._attachment.built
+
+    def begin(self) -> None:
+        """Meets the other ranks, claims the run folder, and looks out for models.
+
+        Call it on the thread that trains.
+
+        Raises:
+            DdpProfilerError: The folder is taken, other ranks did not come, or there is no
+                function as ``--replay`` names it. Nothing is observed then.
+        """
+        config = self._config
+        if config.replay is not None and self._kept is not None:
+            # Before the ranks meet: all of them find the same.
+            here = None
+            if config.script is not None and not config.module:
+                here = Path(config.script).resolve().parent
+            self._replay = Replay(config.replay, load_oracle(config.replay, here), self._kept)
+        self._meet()
+        Observation.current = self
+        self._attachment.install()
+
+    def _meet(self) -> None:
+        problem: DdpProfilerError | None = None
+        if self._topology.rank == 0:
+            try:
+                self._claim()
+            except DdpProfilerError as error:
+                problem = error
+        try:
+            self._board = ScriptBoard(self._topology, self._config.timeout_s, self._store)
+        except DdpProfilerError as error:
+            raise problem or error from None
+        if self._topology.rank == 0:
+            said = (problem.message, problem.remedy) if problem else ("", "")
+            claim = _Claim(str(self._keeper.folder), self._keeper.info, *said)
+            self._board.publish("run", claim)
+            if problem is not None:
+                raise problem
+        learned: _Claim = self._board.learn("run", _Claim)
+        if learned.info is None:
+            raise UsageError(learned.problem, learned.remedy)
+        self.folder, self._run_id = Path(learned.folder), learned.info.run_id
+        self._parts = self._keeper.settle(
+            self._board, self._topology.world_size, self.folder, learned.info
+        )
+        self._keeper.update(parts=self._parts)
+        if not self._topology.launched:
+            self._topology = self._located()
+        self._clocks = ScriptClocks(self._board, self._topology.world_size, local_clock())
+        problem_of_clocks = self._clocks.open()
+        if problem_of_clocks:
+            self._say(f"waiting between hosts will not be told from transfer: {problem_of_clocks}.")
+
+    def _claim(self) -> None:
+        """Claims the run folder, or a fresh one where the settings name none."""
+        now = datetime.now().astimezone()
+        described = describe_script(self._config, self._topology.world_size, self._name, now)
+        if self._config.out is None:
+            self._keeper.claim_default(self._name, now, described, Path.cwd())
+        else:
+            self._keeper.claim(self._config.out.absolute(), described)
+
+    def _located(self) -> Topology:
+        """Finds this rank's place on its node, where no launcher has said it."""
+        own, ranks = self._topology, range(self._topology.world_size)
+        self._board.publish(f"host/{own.rank}", socket.gethostname())
+        hosts = [self._board.learn(f"host/{rank}", str) for rank in ranks]
+        here = [rank for rank in ranks if hosts[rank] == hosts[own.rank]]
+        return replace(own, local_rank=here.index(own.rank), local_world_size=len(here))
+
+    # -- while the model trains ---------------------------------------------------------------
+
+    def _make_recorder(self, device: torch.device) -> Recorder:
+        """Makes the recorder when the first DDP is seen."""
+        assert self.folder is not None
+        rank = self._topology.rank
+        self._stream = writer.SpanWriter(self.folder, rank, self._run_id)
+        place = RankPlace(
+            rank=rank,
+            local_rank=self._topology.local_rank,
+            node=0,
+            hostname=socket.gethostname(),
+            clock_domain=kernel.shared("time"),
+            device=str(device),
+            pid=os.getpid(),
+        )
+        self._board.publish(f"place/{rank}", place)
+        return Recorder(make_timeline(device), self._stream.write)
+
+    def _block_begins(self, variant: Variant | None) -> None:
+        """Is told between two blocks; what is kept here a run that is killed leaves behind."""
+        if self._replay is not None and self._trained:
+            self._share(self._replay)
+        if variant is Variant.WARMUP and self._level is None and self._trained:
+            # Between blocks of the warm-up: the other ranks wait for what takes time here.
+            self._clocks.compare()
+            self._describe(final=False)
+            self._keep()
+            self._warn_of_unequal_epochs()
+        elif variant is None:
+            self._clocks.compare()
+            first, self._described = not self._described, True
+            self._describe(final=True)
+            if self._attachment.tracker.done:
+                self._clocks.close()
+                self._attachment.let_go()
+                self._close_stream()
+                self._keep(status="complete")
+            else:
+                self._keep()
+            if self._topology.rank == 0 and first:
+                self._say(self._after_a_window())
+
+    def _after_a_window(self) -> str:
+        config = self._config
+        seen = f"{config.warmup} + {config.window} steps were observed; "
+        shown = f"ddp-profiler analyze {self.folder}"
+        if config.every is None:
+            return f"{seen}training goes on without us. {shown} shows them already."
+        return f"{seen}so will {config.window} of every {config.every} be. {shown} shows them."
+
+    def _warn_of_unequal_epochs(self) -> None:
+        """Says that ranks will part at the end of an epoch, while there is somebody to say it."""
+        if self._topology.rank != 0:
+            return
+        feeds = [feed for feed in self._feeds() if feed.loaders and not feed.joins]
+        counts = unequal({feed.rank: feed.loaders[0].batches for feed in feeds})
+        if counts:
+            self._say(
+                f"micro-batches of an epoch: {by_value(counts)}. At its end the ranks with more "
+                "will wait without end for the others, unless a number of steps ends it before."
+            )
+
+    def _publish_feed(self) -> None:
+        """Makes known what feeds training here: before ranks of unequal loaders can hang."""
+        rank, feed = self._topology.rank, self._attachment.feed
+        known = RankFeed(rank, tuple(feed.loaders), tuple(feed.digests), feed.joins)
+        self._board.publish(f"feed/{rank}", known)
+
+    @property
+    def _trained(self) -> bool:
+        return self._attachment.started and self._attachment.tracker.step > 0
+
+    def _step_aside(self, error: Exception) -> None:
+        """Is told that something of ours has failed; says it once."""
+        if self._failure is not None:
+            return
+        self._failure = f"{type(error).__name__}: {error}"
+        if self._kept is not None:
+            # What it holds the script may want to free.
+            self._kept.give_up("observing has failed")
+        if self._config.debug:
+            traceback.print_exception(error)
+        self._say(
+            f"observing rank {self._topology.rank} has failed and ends; training goes on "
+            f"({self._failure}). --debug shows the stack trace."
+        )
+
+    # -- afterwards ---------------------------------------------------------------------------
+
+    def finish(self, failure: str | None) -> None:
+        """Ends the record; what fails here is said and changes nothing for the training.
+
+        Args:
+            failure: Why training has ended before its end; None where it has not.
+        """
+        try:
+            self._end_observing()
+        except Exception as error:
+            self._step_aside(error)
+        try:
+            self._end_record(failure)
+            shows = self._topology.rank == 0 and self._trained and not self._failure
+            if shows and self._keeper.folder is not None:
+                self._conclude(self._keeper.folder)
+        except Exception as error:
+            self._step_aside(error)
+        finally:
+            if Observation.current is self:
+                Observation.current = None
+
+    def _conclude(self, folder: Path) -> None:
+        seen, warmup = self._attachment.tracker.step, self._config.warmup
+        if seen > warmup:
+            self._show(folder)
+            self._tell_parts(folder)
+        else:
+            self._say(
+                f"only {seen} optimizer step{'s were' if seen != 1 else ' was'} seen, and the "
+                f"first {warmup} warm up (--warmup): there is nothing to show."
+            )
+
+    def _tell_parts(self, folder: Path) -> None:
+        """Says where the record of other nodes is that do not see rank 0's folder."""
+        kept = [
+            f"{units.ranks(part.ranks)} on {part.hostname} in {shlex.quote(part.folder)}"
+            for part in self._parts
+            if part.keeper != 0
+        ]
+        if kept:
+            self._say(
+                f"other nodes do not see this folder and keep their own: {'; '.join(kept)}.\n"
+                "Copy them to this node and join: ddp-profiler merge "
+                f"{shlex.quote(str(folder))} DIR... --out RUN"
+            )
+
+    def _end_observing(self) -> None:
+        """Takes out what is still there, and describes what was seen."""
+        attachment = self._attachment
+        try:
+            if attachment.started and not attachment.tracker.done and not self._failure:
+                attachment.tracker.finish()
+                # Where the plan ended with this step, that is done already.
+                if self._trained and not attachment.tracker.done:
+                    self._clocks.compare()
+                # The models of a window that was cut may not be all there are.
+                if self._trained and attachment.ddps and not self._described:
+                    self._describe(final=True)
+        finally:
+            self._clocks.close()
+            attachment.let_go()
+            self._close_stream()
+
+    def _close_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    def _end_record(self, failure: str | None) -> None:
+        """Has ``run.json`` say how the run has ended."""
+        rank = self._topology.rank
+        if failure:
+            end = _End("training", failure, socket.gethostname(), time.time())
+        else:
+            end = _End(_OBSERVING, self._failure or "", socket.gethostname(), time.time())
+        self._board.publish(f"ended/{rank}", end)
+        if rank != 0:
+            if failure and self._replay is not None and self.folder is not None:
+                paths.replay_file(self.folder, rank).unlink(missing_ok=True)
+            if self._keeper.folder is not None:
+                self._keep_part(end)
+            elif failure and not self._board.await_one("ended/0", _OTHERS_OF_A_FAILURE_S):
+                self._keep_for_rank_0(end)
+            return
+        if not self.built and not failure:
+            self._say(describe(self._attachment.elsewhere, self._topology.world_size))
+        self._board.await_all("ended", _OTHERS_OF_A_FAILURE_S if failure else _OTHERS_S)
+        if self._replay is not None and self._facts is not None:
+            self._facts = replace(self._facts, proof=self._prove(self._replay, failure))
+        ends = {r: self._board.find(f"ended/{r}", _End) for r in range(self._topology.world_size)}
+        failed = sorted(
+            ((r, e) for r, e in ends.items() if e is not None and e.message),
+            key=lambda item: item[1].at_s,
+        )
+        self._keep(
+            status="failed" if failed else "complete",
+            failures=tuple(Failure(r, e.phase, e.message, e.hostname) for r, e in failed),
+        )
+
+    def _keep_part(self, end: _End) -> None:
+        """Completes the description of a folder that this node keeps for itself."""
+        failures = (
+            (Failure(self._topology.rank, end.phase, end.message, end.hostname),)
+            if end.message
+            else ()
+        )
+        self._keep(status="failed" if failures else "complete", failures=failures)
+
+    # -- the replay ---------------------------------------------------------------------------
+
+    def _share(self, replay: Replay) -> None:
+        """Has this rank's micro-batches wait for rank 0 in the run folder."""
+        assert self.folder is not None
+        rank = self._topology.rank
+        if not paths.run_file(self.folder).is_file():
+            # Nobody would ever fetch them there, nor remove them.
+            replay.kept.give_up("its node does not see the run folder")
+        problem = replay.share(paths.replay_file(self.folder, rank))
+        if problem is not None:
+            self._board.publish(f"replay/{rank}", problem)
+
+    def _prove(self, replay: Replay, failure: str | None) -> BatchProof:
+        """Computes the kept step again on rank 0, when the script has ended."""
+        assert self.folder is not None
+        files = [paths.replay_file(self.folder, r) for r in range(self._topology.world_size)]
+        try:
+            if failure:
+                return not_compared("the script has failed")
+            return replay.prove(
+                self._level.accumulation if self._level else 1,
+                files.__getitem__,
+                lambda rank: self._board.find(f"replay/{rank}", str),
+            )
+        finally:
+            for file in files:
+                file.unlink(missing_ok=True)
+
+    def _keep_for_rank_0(self, end: _End) -> None:
+        """Notes a failure in ``run.json`` from another rank: rank 0 trains on, and will be killed.
+
+        Where this rank does not see rank 0's folder, torchrun's own report has to do.
+        """
+        if self.folder is None or not paths.run_file(self.folder).is_file():
+            return
+        info = reader.read_run_info(self.folder)
+        if info.run_id == self._run_id and not info.failures:
+            rank = self._topology.rank
+            failure = Failure(rank, end.phase, end.message, end.hostname)
+            writer.write_run_info(self.folder, replace(info, status="failed", failures=(failure,)))
+
+    def _keep(self, **changes: Any) -> None:
+        """Writes what is known so far, on rank 0 and where a node keeps a folder of its own."""
+        if self._keeper.folder is None:
+            return
+        if self._level is not None and self._facts is not None:
+            places = self._places()
+            facts = replace(self._facts, feeds=self._feeds())
+            changes |= {"levels": (self._level,), "facts": (facts,), "ranks": places}
+            changes |= {"environment": self._environments(places)}
+            if self._topology.rank == 0:
+                changes |= {"clocks": self._clocks.found()}
+        self._keeper.update(**changes)
+
+    def _describe(self, *, final: bool) -> None:
+        """Describes what the script turned out to do, by what this rank has seen.
+
+        Args:
+            final: Whether DDP has built its buckets for good: not before the second step.
+        """
+        attachment, tracker = self._attachment, self._attachment.tracker
+        reduced = attachment.reduced()
+        buckets = attachment.bucket_bytes() if final else None
+        first = attachment.ddps[0]
+        if first.process_group.size() > self._topology.world_size:
+            raise UsageError(
+                f"DistributedDataParallel has {first.process_group.size()} ranks, and observing "
+                f"began when only {self._topology.world_size} was known.",
+                "Begin to observe after init_process_group, or start the ranks with torchrun.",
+            )
+        self._facts = LevelFacts(
+            id=LEVEL,
+            parameters=sum(p.numel() for p in reduced.values()),
+            gradient_bytes=sum(p.nbytes for p in reduced.values()),
+            num_buckets=len(buckets) if buckets else None,
+            bucket_bytes=buckets,
+            sources=attachment.sources,
+            reduced=tuple(ParameterFacts(name, p.nbytes) for name, p in reduced.items()),
+            loss_divisor=attachment.loss_divisor,
+        )
+        self._level = LevelSettings(
+            id=LEVEL,
+            dp=first.process_group.size(),
+            micro_batch=typical(tracker.samples, 1),
+            accumulation=typical(tracker.micro_steps, 1),
+            placement="packed",
+            ranks=tuple(range(self._topology.world_size)),
+        )
+        if self._topology.local_rank == 0 and not self._node_described:
+            self._node_described = True
+            own = environment.describe(
+                next(first.parameters()).device,
+                torch.get_num_threads(),
+                self._topology.local_world_size,
+                first.process_group._get_backend_name().lower(),
+            )
+            self._board.publish(f"environment/{self._topology.rank}", own)
+
+    def _environments(self, places: tuple[RankPlace, ...]) -> dict[str, dict[str, Any]]:
+        """Returns what the first rank of each node has said of it, by node."""
+        found: dict[str, dict[str, Any]] = {}
+        for place in places:
+            own = self._board.find(f"environment/{place.rank}") if place.local_rank == 0 else None
+            if own is not None:
+                found.setdefault(str(place.node), own)
+        return found
+
+    def _feeds(self) -> tuple[RankFeed, ...]:
+        """Returns what feeds training on the ranks that have said so."""
+        ranks = range(self._topology.world_size)
+        found = [self._board.find(f"feed/{rank}", RankFeed) for rank in ranks]
+        return tuple(feed for feed in found if feed is not None)
+
+    def _places(self) -> tuple[RankPlace, ...]:
+        """Returns where the ranks run that have built a model so far."""
+        if len(self._known_places) == self._topology.world_size:
+            return self._known_places
+        found = []
+        nodes: dict[str, int] = {}
+        for rank in range(self._topology.world_size):
+            place: RankPlace | None = self._board.find(f"place/{rank}", RankPlace)
+            if place is not None:
+                node = nodes.setdefault(place.hostname, len(nodes))
+                found.append(replace(place, node=node))
+        self._known_places = tuple(found)
+        return self._known_places
+
+
+def _plan(config: ScriptConfig) -> Iterator[tuple[Variant | None, int]]:
+    """Plans the blocks of observed steps; the variant None stands for steps between windows.
+
+    The warm-up is two blocks: what rank 0 writes between them takes it some time, for which
+    the others wait in the step that follows.
+    """
+    yield Variant.WARMUP, config.warmup - 1
+    yield Variant.WARMUP, 1
+    yield from block_plan(config.steps)
+    while config.every is not None:
+        yield None, config.every - config.window
+        yield from block_plan(config.steps)
+
+
+def failure_of(error: BaseException | None) -> str | None:
+    """Says why training has ended, by the exception that ended it; None where it ended well."""
+    if error is None:
+        return None
+    if isinstance(error, SystemExit):
+        return None if error.code in (None, 0) else f"sys.exit({error.code!r})"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    first = (str(error).splitlines() or ["no message"])[0]
+    return f"{type(error).__name__}: {first}"
