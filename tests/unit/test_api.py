@@ -177,7 +177,7 @@ def test_an_exception_passes_through_and_the_run_is_partial(capsys):
 
 
 @pytest.mark.parametrize(
-    ("steps", "words"), [(2, "only 2 optimizer steps were seen"), (0, "no Di")]
+    ("steps", "words"), [(2, "only 2 optimizer steps were seen"), (0, "never built or called")]
 )
 def test_a_loop_that_ends_before_the_plan(capsys, steps, words):
     with ddp_profiler.profile(**SHORT) as run:
