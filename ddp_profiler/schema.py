@@ -12,7 +12,7 @@ Format history:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any
 
 SCHEMA_VERSION = 1
@@ -180,6 +180,53 @@ class ParameterFacts:
     nbytes: int
 
 
+class ParameterPlace(StrEnum):
+    """Where a parameter that an optimizer of a script holds stands to DDP."""
+
+    REDUCED = "reduced"
+    """DDP reduces its gradient over all ranks."""
+    SUBGROUP = "subgroup"
+    """DDP reduces it over some of the ranks."""
+    IGNORED = "ignored"
+    """It is one of those that DDP was told to ignore."""
+    FROZEN = "frozen"
+    """It is in a DDP, but needed no gradient when that was built: DDP does not reduce it."""
+    OUTSIDE = "outside"
+    """It is in no DDP."""
+
+
+@dataclass(frozen=True)
+class OptimizedParameter:
+    """A parameter that ``GRADIENT_DIGEST`` points index: its name, and where it stands to DDP."""
+
+    name: str
+    place: ParameterPlace
+
+
+@dataclass(frozen=True)
+class DdpFacts:
+    """How a script has built one DistributedDataParallel.
+
+    Attributes:
+        find_unused_parameters: As it was set.
+        static_graph: As it was set.
+        broadcast_buffers: Whether buffers are broadcast before a forward.
+        buffer_bytes: Size of the buffers that are broadcast.
+        compiled_inside: Whether the module, or a child that holds most of its parameters, had
+            been compiled before DDP got it.
+        group_size: Ranks of its process group.
+        built_by: Top-level package of the code that built it; ``__main__`` is the script.
+    """
+
+    find_unused_parameters: bool
+    static_graph: bool
+    broadcast_buffers: bool
+    buffer_bytes: int
+    compiled_inside: bool
+    group_size: int
+    built_by: str
+
+
 @dataclass(frozen=True)
 class GpuUse:
     """One rank's NVIDIA GPU, read at the end of each instrumented block while it still works.
@@ -297,6 +344,12 @@ class LevelFacts:
         machine: What the machine gave each rank of the level; empty if not recorded.
         link: Streams over a link of the level's ring, between nodes where it has several;
             None at dp = 1.
+        built_by: Top-level package of the code that built a script's first DDP, which may be
+            a framework's; ``__main__`` is the script. Empty in a study.
+        ddps: How a script has built its DDPs, in order; empty in a study.
+        optimized: The parameters that ``GRADIENT_DIGEST`` points index.
+        reduced_outside_bytes: Bytes that rank 0 of a script handed to ``all_reduce`` by itself
+            outside forward and backward, while it was observed.
     """
 
     id: str
@@ -313,6 +366,10 @@ class LevelFacts:
     device_clock_uncertainty_ns: int = 0
     machine: tuple[MachineUse, ...] = ()
     link: LinkStreams | None = None
+    built_by: str = ""
+    ddps: tuple[DdpFacts, ...] = ()
+    optimized: tuple[OptimizedParameter, ...] = ()
+    reduced_outside_bytes: int = 0
 
 
 @dataclass(frozen=True)

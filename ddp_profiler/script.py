@@ -311,7 +311,7 @@ class ScriptRun:
         attachment, tracker = self._attachment, self._attachment.tracker
         reduced = attachment.reduced()
         buckets = attachment.bucket_bytes() if final else None
-        first = attachment.ddps[0]
+        first, ddps = attachment.ddps[0], attachment.describe_ddps()
         self._facts = LevelFacts(
             id=LEVEL,
             parameters=sum(p.numel() for p in reduced.values()),
@@ -320,6 +320,10 @@ class ScriptRun:
             bucket_bytes=buckets,
             sources=attachment.sources,
             reduced=tuple(ParameterFacts(name, p.nbytes) for name, p in reduced.items()),
+            built_by=ddps[0].built_by,
+            ddps=ddps,
+            optimized=attachment.optimized,
+            reduced_outside_bytes=attachment.recorder.reduced_outside_bytes,
         )
         self._level = LevelSettings(
             id=LEVEL,

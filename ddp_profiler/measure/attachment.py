@@ -28,10 +28,18 @@ from torch.optim.optimizer import (
 from ddp_profiler.measure import backward, ddp_adapter
 from ddp_profiler.measure.backward import BackwardWatch
 from ddp_profiler.measure.batches import number_of_samples
+from ddp_profiler.measure.construction import Construction, building_package
+from ddp_profiler.measure.digests import Digests
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.measure.steps import StepTracker
 from ddp_profiler.measure.untraced import skip_frame
-from ddp_profiler.schema import Interruption, SpanKind, Variant
+from ddp_profiler.schema import (
+    DdpFacts,
+    Interruption,
+    OptimizedParameter,
+    SpanKind,
+    Variant,
+)
 
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _SAVERS = (
@@ -72,17 +80,20 @@ class Attachment:
         self.recorder: Recorder
         self.tracker: StepTracker
         self._watch: BackwardWatch
+        self._digests: Digests
         self._make_recorder = make_recorder
         self._plan = plan
         self._batch_dim = batch_dim
         self._on_failure = on_failure
         self._on_block = on_block
         self._adapters: list[ddp_adapter.DdpAdapter] = []
+        self._constructions: list[Construction] = []
         self._thread = threading.get_ident()
         self._depth: dict[str, int] = {}
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._handles: list[Any] = []
         self._stepping: list[tuple[Any, int]] = []
+        self._warmup = _leading(plan, Variant.WARMUP)
         self._user_hooks: Any = None
         self.installed = False
 
@@ -100,6 +111,7 @@ class Attachment:
         self.recorder = self._make_recorder(device)
         self._watch = BackwardWatch(self.recorder)
         self.tracker = StepTracker(self.recorder, self._plan, self._switch)
+        self._digests = Digests(self.recorder, self._warmup, self.ddps, self.reduced)
         self.started = True
         self._replace(DDP, "forward", self._on_forward)
         self._replace(torch.autograd, "backward", self._on_backward)
@@ -200,17 +212,19 @@ class Attachment:
             self._depth[kind] = depth
 
     def _on_init(self, original: Any, args: Any, keywords: Any) -> Any:
+        built_by = self._guard(building_package)
         result = original(*args, **keywords)
-        self._guard(self._adopt, args[0])
+        self._guard(self._adopt, args[0], built_by or "")
         return result
 
-    def _adopt(self, ddp: DDP) -> None:
+    def _adopt(self, ddp: DDP, built_by: str) -> None:
         self.built = True
         self.ddps.append(ddp)
+        self._constructions.append(Construction(ddp, built_by))
         if not self.started:
             self._start(next(ddp.parameters()).device)
         self._replace_savers()
-        adapter = ddp_adapter.DdpAdapter(ddp, self.recorder)
+        adapter = ddp_adapter.DdpAdapter(ddp, self.recorder, number=len(self._adapters))
         self._adapters.append(adapter)
         if self.tracker.observing:
             adapter.attach()
@@ -293,17 +307,26 @@ class Attachment:
         self.tracker.act()
         return self.recorder.mark()
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any, keywords: Any) -> None:
         if threading.get_ident() == self._thread:
+            if not _has_closure(args, keywords):
+                self._guard(self._digest, optimizer)
             begun = self._guard(self.tracker.begins_optimizer)
             if begun is not None:
                 self._stepping.append(begun)
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: Any, args: Any, keywords: Any) -> None:
         if threading.get_ident() == self._thread and self._stepping:
             begun = self._stepping.pop()
+            if _has_closure(args, keywords):
+                # The gradients were made inside.
+                self._guard(self._digest, optimizer)
             if not self._depth.get("scaler"):
                 self._guard(self._end_optimizer, begun, ends_step=True)
+
+    def _digest(self, optimizer: Any) -> None:
+        if not self.tracker.done and self._digests.wanted(self.tracker.step):
+            self._digests.take(optimizer, self.tracker.step)
 
     def _end_optimizer(self, begun: tuple[Any, int], *, ends_step: bool) -> None:
         self.tracker.optimized(begun, self.recorder.mark(), ends_step=ends_step)
@@ -348,20 +371,29 @@ class Attachment:
     def reduced(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that are reduced, each once, frozen and ignored ones not."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
-        for number, ddp in enumerate(self.ddps):
-            ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-            for name, parameter in ddp.module.named_parameters():
-                if parameter.requires_grad and name not in ignored:
-                    # Names of several models may be equal.
-                    key = f"{number}.{name}" if len(self.ddps) > 1 else name
-                    found.setdefault(id(parameter), (key, parameter))
+        for number, construction in enumerate(self._constructions):
+            for name, parameter in construction.reduced.items():
+                # Names of several models may be equal.
+                key = f"{number}.{name}" if len(self._constructions) > 1 else name
+                found.setdefault(id(parameter), (key, parameter))
         return dict(found.values())
+
+    def describe_ddps(self) -> tuple[DdpFacts, ...]:
+        """Describes how the script has built its models."""
+        return tuple(construction.describe() for construction in self._constructions)
+
+    @property
+    def optimized(self) -> tuple[OptimizedParameter, ...]:
+        """The parameters that digests of gradients index."""
+        return self._digests.parameters
 
     def let_go(self) -> None:
         """Takes everything out and forgets the models, which a script may want to free."""
         self.uninstall()
         self.ddps.clear()
         self._adapters.clear()
+        self._constructions.clear()
+        self._digests.let_go()
 
     def bucket_bytes(self) -> tuple[int, ...] | None:
         """Returns the sizes of all buckets as DDP's logger has them; None where it has none.
@@ -377,3 +409,18 @@ class Attachment:
                 return None
             sizes += [int(size) for size in text.split(",")]
         return tuple(sizes) or None
+
+
+def _leading(plan: Sequence[tuple[Variant, int]], variant: Variant) -> int:
+    """Returns the steps of a plan before the first block of another variant."""
+    steps = 0
+    for block, count in plan:
+        if block is not variant:
+            break
+        steps += count
+    return steps
+
+
+def _has_closure(args: Any, keywords: Any) -> bool:
+    """Tells whether an optimizer's step, called with itself first, runs a closure."""
+    return (args[1] if len(args) > 1 else keywords.get("closure")) is not None

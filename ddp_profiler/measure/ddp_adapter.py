@@ -14,7 +14,8 @@ Three mechanisms, tried in this order, each named in the record:
     Fallback where the reducer cannot be given another group: a communication hook of
     ours. It costs a pass over the gradients, and DDP never lets go of a hook.
 
-Buffer broadcasts do not go through the reducer; ``_sync_buffers`` is timed as a whole. What
+Buffer broadcasts do not go through the reducer; ``_sync_buffers`` is timed as a whole, and so is
+``_post_forward`` where DDP looks for unused parameters in it. What
 modules send themselves is observed by :mod:`ddp_profiler.measure.collectives`; a hook, which
 may use the same functions, is gradient traffic and left out there.
 """
@@ -93,6 +94,9 @@ class _ObservedGroup(dist.ProcessGroup):
             else SpanKind.BOOKKEEPING
         )
         span = self._recorder.hand_over(kind, tensor.nbytes)
+        if kind is SpanKind.BOOKKEEPING and tensor.device.type == "cpu":
+            # DDP's map of the parameters that this rank has used, not reduced yet.
+            span.value = tensor.numel() - int(torch.count_nonzero(tensor))
         work = self._group.allreduce(tensors, opts)
         self._note_end(work, span)
         if kind is SpanKind.GRADIENT:
@@ -137,12 +141,16 @@ class DdpAdapter:
         ddp: The module to observe.
         recorder: Takes the marks.
         mechanism: One of :func:`probe`'s; the best of them where None.
+        number: The index of the spans of its buffer broadcasts, where there are several modules.
     """
 
-    def __init__(self, ddp: DDP, recorder: Recorder, mechanism: str | None = None) -> None:
+    def __init__(
+        self, ddp: DDP, recorder: Recorder, mechanism: str | None = None, *, number: int = -1
+    ) -> None:
         available = probe()
         self._ddp = ddp
         self._recorder = recorder
+        self._number = number
         self.mechanism = mechanism or (available[0] if available else None)
         self._group: _ObservedGroup | None = None
         self._hook_registered = False
@@ -184,7 +192,7 @@ class DdpAdapter:
         elif self.mechanism == COMM_HOOK and not self._hook_registered:
             self._ddp.register_comm_hook(self, _observing_hook)
             self._hook_registered = True
-        _observers[self._ddp] = self._recorder
+        _observers[self._ddp] = self._recorder, self._number
         _patch_class()
         collectives.listen(self._recorder, in_backward=self._knows_hooks)
         self.attached = True
@@ -227,24 +235,51 @@ def _first_tensor(future: Future[list[Tensor]]) -> Tensor:
     return future.value()[0]
 
 
-_observers: weakref.WeakKeyDictionary[DDP, Recorder] = weakref.WeakKeyDictionary()
+_observers: weakref.WeakKeyDictionary[DDP, tuple[Recorder, int]] = weakref.WeakKeyDictionary()
+"""Who observes a module, and the module's number."""
 _user_hooks: weakref.WeakSet[DDP] = weakref.WeakSet()
 _patches = 0
 _original_sync_buffers: Callable[[DDP], None] = DDP._sync_buffers
 _original_register_comm_hook = DDP.register_comm_hook
+_original_post_forward: Callable[[DDP, Any], Any] = DDP._post_forward
 
 
 @untraced
 def _observed_sync_buffers(self: DDP) -> None:
-    recorder = _observers.get(self)
-    if recorder is None:
+    observer = _observers.get(self)
+    if observer is None:
         _original_sync_buffers(self)
         return
+    recorder, number = observer
     begin = recorder.mark()
     # A user's buffer hook may call torch.distributed's functions.
     with Unobserved():
         _original_sync_buffers(self)
-    recorder.span(SpanKind.FORWARD_COMM, begin, recorder.mark())
+    recorder.span(SpanKind.FORWARD_COMM, begin, recorder.mark(), index=number)
+
+
+@untraced
+def _observed_post_forward(self: DDP, output: Any) -> Any:
+    observer = _observers.get(self)
+    if observer is None or not _searches(self):
+        return _original_post_forward(self, output)
+    recorder, _ = observer
+    begin = recorder.mark()
+    result = _original_post_forward(self, output)
+    recorder.span(SpanKind.GRAPH_SEARCH, begin, recorder.mark())
+    return result
+
+
+def _searches(ddp: DDP) -> bool:
+    """Tells whether DDP looks for unused parameters at the end of this forward."""
+    return bool(
+        ddp.find_unused_parameters
+        and not ddp.static_graph
+        and ddp.require_backward_grad_sync
+        and torch.is_grad_enabled()
+        # Buffers would be broadcast there as well.
+        and not ddp._check_sync_bufs_post_fwd()  # type: ignore[no-untyped-call]
+    )
 
 
 def _observed_register_comm_hook(self: DDP, state: object, hook: Callable[..., Any]) -> None:
@@ -254,7 +289,7 @@ def _observed_register_comm_hook(self: DDP, state: object, hook: Callable[..., A
 
     @untraced
     def observed(state: object, bucket: Any) -> Any:
-        recorder = _observers.get(self)
+        recorder, _ = _observers.get(self, (None, -1))
         span = recorder and recorder.hand_over(SpanKind.GRADIENT, bucket.buffer().nbytes)
         with Unobserved():
             future = hook(state, bucket)
@@ -293,6 +328,7 @@ def _patch_class() -> None:
     _patches += 1
     if _patches == 1:
         DDP._sync_buffers = _observed_sync_buffers  # type: ignore[method-assign]
+        DDP._post_forward = _observed_post_forward  # type: ignore[method-assign]
         DDP.register_comm_hook = _observed_register_comm_hook  # type: ignore[method-assign]
 
 
@@ -301,4 +337,5 @@ def _unpatch_class() -> None:
     _patches -= 1
     if _patches == 0:
         DDP._sync_buffers = _original_sync_buffers  # type: ignore[method-assign]
+        DDP._post_forward = _original_post_forward  # type: ignore[method-assign]
         DDP.register_comm_hook = _original_register_comm_hook  # type: ignore[method-assign]

@@ -51,6 +51,8 @@ class Recorder:
     Attributes:
         phase: ``FORWARD`` or ``BACKWARD`` while the loop is in one of them, else None. Tells
             where a collective belongs that a module issues.
+        reduced_outside_bytes: Bytes that the loop handed to ``all_reduce`` by itself, outside of
+            both.
     """
 
     def __init__(self, timeline: Timeline, sink: Callable[[Columns], None]) -> None:
@@ -60,6 +62,7 @@ class Recorder:
         self.micro_step = -1
         self.backward_pass = -1
         self.phase: SpanKind | None = None
+        self.reduced_outside_bytes = 0
         self._sink = sink
         self._place = (0, 0, 0, Variant.WARMUP)
         self._spans: list[_Span] = []
