@@ -109,7 +109,8 @@ belongs to the step as a whole. ``index`` is the ordinal of a gradient bucket in
 its micro-step, else -1. Times are integer nanoseconds on the rank's own timeline;
 ``end_ns`` is null where the end was never noticed. ``bytes`` and ``samples`` are
 null where they do not apply. ``value`` is what the kind says: the tokens of a script's
-``FORWARD``, the parameters that a ``BOOKKEEPING`` map holds as unused on this rank, a digest.
+``FORWARD``, the number of the DDP of a script's ``GRADIENT``, the parameters that a
+``BOOKKEEPING`` map holds as unused on this rank, a digest.
 """
 
 NULLABLE_SPAN_COLUMNS = frozenset({"end_ns", "bytes", "samples", "value"})
@@ -197,10 +198,17 @@ class ParameterPlace(StrEnum):
 
 @dataclass(frozen=True)
 class OptimizedParameter:
-    """A parameter that ``GRADIENT_DIGEST`` points index: its name, and where it stands to DDP."""
+    """A parameter that ``GRADIENT_DIGEST`` points index.
+
+    Attributes:
+        name: Its name in its model, or its place in its optimizer.
+        place: Where it stands to DDP.
+        ddp: The number of the DDP that reduces it; -1 where none does.
+    """
 
     name: str
     place: ParameterPlace
+    ddp: int = -1
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ddp_profiler.analysis.allreduce import AllReduceResult
 from ddp_profiler.analysis.clocks import ClockOffset
 from ddp_profiler.analysis.model import StepCosts
+from ddp_profiler.analysis.reduction import Reduction
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.analysis.statistics import Distribution
 from ddp_profiler.analysis.stragglers import Straggler
@@ -146,6 +147,7 @@ class LevelResult:
     None where their clocks cannot be compared).
     ``crossing_ms`` is what a plain step of a level spread over nodes takes more than that of
     the packed level of the same setting, with its interval and its share of the step.
+    ``reduction`` is what a script's record says about how it reduces; None for a study.
     """
 
     id: str
@@ -186,6 +188,7 @@ class LevelResult:
     crossing_ms: float | None = None
     crossing_ci95_ms: tuple[float, float] | None = None
     crossing_fraction: float | None = None
+    reduction: Reduction | None = None
 
 
 @dataclass(frozen=True)

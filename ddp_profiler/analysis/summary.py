@@ -27,6 +27,8 @@ from ddp_profiler.analysis.parts import (
     split_exposed,
 )
 from ddp_profiler.analysis.placement import with_crossing
+from ddp_profiler.analysis.reduction import Reduction, examine
+from ddp_profiler.analysis.reduction_findings import reduction_notes
 from ddp_profiler.analysis.results import (
     BatchCheck,
     Communication,
@@ -359,6 +361,14 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             "together."
         )
     notes += measured.left_out.notes
+    reduction = examine(
+        dict(zip(measured.ranks, measured.columns, strict=True)),
+        measured.index,
+        level,
+        facts,
+        measured.instrumented,
+    )
+    notes += reduction_notes(reduction)
     notes += _subset_note(measured)
     step_ms = _summarize(measured.plain)
     observed, micro_steps = _observed(measured.instrumented, level)
@@ -403,7 +413,9 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         allreduce=allreduce.isolated(measured.columns, measured.index, level.dp, _link(info, facts))
         if len(measured.columns) == level.dp
         else None,
-        batch_check=_batch_check(level, observed, micro_steps, facts, _declared(info, level)),
+        batch_check=_batch_check(
+            level, observed, micro_steps, facts, _declared(info, level), reduction
+        ),
         overhead=_overhead(measured.plain, measured.instrumented),
         gradient_ready=_gradient_ready(measured),
         costs_ms=costs,
@@ -434,6 +446,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             for steps, b in zip(measured.instrumented, measured.breakdowns, strict=True)
         ),
         notes=tuple(notes),
+        reduction=reduction,
     )
 
 
@@ -613,6 +626,7 @@ def _batch_check(
     micro_steps: float | None,
     facts: LevelFacts | None,
     declared: int | None,
+    reduction: Reduction | None,
 ) -> BatchCheck:
     notes = []
     if observed is None:
@@ -627,6 +641,9 @@ def _batch_check(
     if micro_steps is not None and micro_steps != level.accumulation:
         notes.append(f"{micro_steps:g} forward calls a step and rank, not {level.accumulation}.")
     proof = facts.proof if facts else None
+    ranks_agree = proof.ranks_agree if proof else None
+    if reduction is not None and reduction.compared:
+        ranks_agree = not reduction.differing
     if proof is not None:
         notes += proof.notes
     known = {level.global_batch, observed} | ({declared} if declared is not None else set())
@@ -641,7 +658,7 @@ def _batch_check(
         gradient_factor_name=proof.factor_name if proof else None,
         gradient_unexplained=proof.unexplained if proof else None,
         gradient_must_match=proof.must_be_equal if proof else None,
-        ranks_agree=proof.ranks_agree if proof else None,
+        ranks_agree=ranks_agree,
         notes=tuple(notes),
     )
 

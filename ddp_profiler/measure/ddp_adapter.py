@@ -70,10 +70,13 @@ class _ObservedGroup(dist.ProcessGroup):
     Python while a reducer uses it: its overrides vanish with its last reference.
     """
 
-    def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, recorder: Recorder, number: int | None = None
+    ) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._group = group
         self._recorder = recorder
+        self._number = number
         # Gloo completes on threads of its own, whose current device and stream are not the
         # training's: an event recorded there would tell the time of something else.
         self._tells_ends = not (
@@ -93,7 +96,8 @@ class _ObservedGroup(dist.ProcessGroup):
             if tensor.is_floating_point() or tensor.is_complex()
             else SpanKind.BOOKKEEPING
         )
-        span = self._recorder.hand_over(kind, tensor.nbytes)
+        number = self._number if kind is SpanKind.GRADIENT else None
+        span = self._recorder.hand_over(kind, tensor.nbytes, number)
         if kind is SpanKind.BOOKKEEPING and tensor.device.type == "cpu":
             # DDP's map of the parameters that this rank has used, not reduced yet.
             span.value = tensor.numel() - int(torch.count_nonzero(tensor))
@@ -141,11 +145,17 @@ class DdpAdapter:
         ddp: The module to observe.
         recorder: Takes the marks.
         mechanism: One of :func:`probe`'s; the best of them where None.
-        number: The index of the spans of its buffer broadcasts, where there are several modules.
+        number: Which of several modules this is: the value of its gradient collectives, and the
+            index of its buffer broadcasts.
     """
 
     def __init__(
-        self, ddp: DDP, recorder: Recorder, mechanism: str | None = None, *, number: int = -1
+        self,
+        ddp: DDP,
+        recorder: Recorder,
+        mechanism: str | None = None,
+        *,
+        number: int | None = None,
     ) -> None:
         available = probe()
         self._ddp = ddp
@@ -187,7 +197,7 @@ class DdpAdapter:
             return
         if self.mechanism == PROCESS_GROUP:
             if self._group is None:
-                self._group = _ObservedGroup(self._ddp.process_group, self._recorder)
+                self._group = _ObservedGroup(self._ddp.process_group, self._recorder, self._number)
             self._ddp.reducer._update_process_group(self._group)
         elif self.mechanism == COMM_HOOK and not self._hook_registered:
             self._ddp.register_comm_hook(self, _observing_hook)
@@ -217,7 +227,9 @@ def _observing_hook(state: DdpAdapter, bucket: Any) -> Any:
     """
     group = state._ddp.process_group
     tensor = bucket.buffer().mul_(1.0 / group.size())
-    span = state._recorder.hand_over(SpanKind.GRADIENT, tensor.nbytes) if state.attached else None
+    span = None
+    if state.attached:
+        span = state._recorder.hand_over(SpanKind.GRADIENT, tensor.nbytes, state._number)
     with Unobserved():
         work = dist.all_reduce(tensor, group=group, async_op=True)
     assert work is not None
@@ -235,7 +247,9 @@ def _first_tensor(future: Future[list[Tensor]]) -> Tensor:
     return future.value()[0]
 
 
-_observers: weakref.WeakKeyDictionary[DDP, tuple[Recorder, int]] = weakref.WeakKeyDictionary()
+_observers: weakref.WeakKeyDictionary[DDP, tuple[Recorder, int | None]] = (
+    weakref.WeakKeyDictionary()
+)
 """Who observes a module, and the module's number."""
 _user_hooks: weakref.WeakSet[DDP] = weakref.WeakSet()
 _patches = 0
@@ -255,7 +269,9 @@ def _observed_sync_buffers(self: DDP) -> None:
     # A user's buffer hook may call torch.distributed's functions.
     with Unobserved():
         _original_sync_buffers(self)
-    recorder.span(SpanKind.FORWARD_COMM, begin, recorder.mark(), index=number)
+    recorder.span(
+        SpanKind.FORWARD_COMM, begin, recorder.mark(), index=-1 if number is None else number
+    )
 
 
 @untraced
@@ -289,8 +305,8 @@ def _observed_register_comm_hook(self: DDP, state: object, hook: Callable[..., A
 
     @untraced
     def observed(state: object, bucket: Any) -> Any:
-        recorder, _ = _observers.get(self, (None, -1))
-        span = recorder and recorder.hand_over(SpanKind.GRADIENT, bucket.buffer().nbytes)
+        recorder, number = _observers.get(self, (None, None))
+        span = recorder and recorder.hand_over(SpanKind.GRADIENT, bucket.buffer().nbytes, number)
         with Unobserved():
             future = hook(state, bucket)
         if recorder and span:

@@ -163,7 +163,7 @@ class Digests:
             self._step, self._seen = step, set()
             self._due = [due for due in self._due if due > step]
             for name, parameter in self._reduced().items():
-                self._enter(parameter, name, self._place(parameter))
+                self._enter(parameter, name, *self._place(parameter))
             points += self._buffers()
         points += self._gradients(optimizer)
         values = _told(points)
@@ -205,10 +205,12 @@ class Digests:
             entry = self._enter(parameter, *self._look_up(parameter, name))
         return entry.ordinal
 
-    def _enter(self, parameter: nn.Parameter, name: str, place: ParameterPlace) -> _Entry:
+    def _enter(
+        self, parameter: nn.Parameter, name: str, place: ParameterPlace, ddp: int = -1
+    ) -> _Entry:
         known = self._entries.get(id(parameter))
         if known is None:
-            facts = OptimizedParameter(name, place)
+            facts = OptimizedParameter(name, place, ddp)
             known = _Entry(len(self._entries), parameter, facts)
             self._entries[id(parameter)] = known
         return known
@@ -222,15 +224,14 @@ class Digests:
                     return own, ParameterPlace.IGNORED if ignored else ParameterPlace.FROZEN
         return name, ParameterPlace.OUTSIDE
 
-    def _place(self, parameter: nn.Parameter) -> ParameterPlace:
-        """Tells whether all ranks reduce a parameter that some DDP reduces."""
-        sizes = [
-            ddp.process_group.size()
-            for ddp in self._ddps
-            if any(own is parameter for own in ddp.module.parameters())
-        ]
+    def _place(self, parameter: nn.Parameter) -> tuple[ParameterPlace, int]:
+        """Tells which DDP reduces a parameter that one does, and whether over all ranks."""
         world = torch.distributed.get_world_size()
-        return ParameterPlace.REDUCED if world in sizes else ParameterPlace.SUBGROUP
+        for number, ddp in enumerate(self._ddps):
+            if any(own is parameter for own in ddp.module.parameters()):
+                whole = ddp.process_group.size() == world
+                return ParameterPlace.REDUCED if whole else ParameterPlace.SUBGROUP, number
+        return ParameterPlace.OUTSIDE, -1
 
 
 def _tried(tensor: Tensor, like: Tensor | None = None) -> Tensor | None:

@@ -115,7 +115,7 @@ class Recorder:
         mark = self.mark()
         self._spans.append((self.step, self.micro_step, kind, index, mark, mark, None, None, value))
 
-    def hand_over(self, kind: SpanKind, nbytes: int) -> OpenSpan:
+    def hand_over(self, kind: SpanKind, nbytes: int, value: int | None = None) -> OpenSpan:
         """Records that a collective is handed to the backend now.
 
         Returns:
@@ -124,7 +124,7 @@ class Recorder:
         index = -1
         if kind is SpanKind.GRADIENT:
             index, self._next_index = self._next_index, self._next_index + 1
-        span = OpenSpan(kind, self.step, self.micro_step, index, self.mark(), nbytes)
+        span = OpenSpan(kind, self.step, self.micro_step, index, self.mark(), nbytes, value=value)
         self._open.append(span)
         return span
 
