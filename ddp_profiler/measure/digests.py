@@ -57,7 +57,7 @@ def _sum_of_words(tensor: Tensor) -> Tensor:
     elif _is_dense(tensor):
         flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     else:
-        flat = tensor.reshape(-1)
+        flat = tensor.contiguous().view(-1)
     size = flat.element_size()
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     if size > _WORD:
