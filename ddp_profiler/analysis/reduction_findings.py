@@ -214,7 +214,8 @@ def _about_compiled(level: LevelResult, reduction: Reduction) -> Iterator[Findin
         severity=_severity(level, most),
         message=f"{level.id}: DDP wraps a compiled module, whose backward hands over all gradients "
         "at its end: little is hidden by backward. Compile the DDP instead, "
-        "torch.compile(DDP(model)), so that its graph is split at the buckets.",
+        "torch.compile(DDP(model)), so that its graph is split at the buckets, and call nothing of "
+        "it before.",
         evidence=f"the first of {comm.num_buckets} buckets is handed over when "
         f"{units.percent(first, 0)} of backward has passed; overlap could hide at most "
         f"{units.ms(most)} ms, the smaller of exposed transfer and backward",
