@@ -393,7 +393,8 @@ class Attachment:
         self.ddps.clear()
         self._adapters.clear()
         self._constructions.clear()
-        self._digests.let_go()
+        if self.started:
+            self._digests.let_go()
 
     def bucket_bytes(self) -> tuple[int, ...] | None:
         """Returns the sizes of all buckets as DDP's logger has them; None where it has none.
