@@ -143,6 +143,7 @@ class Observation:
         self._attachment = Attachment(
             self._make_recorder,
             _plan(config),
+            warmup=config.warmup,
             batch_dim=config.batch_dim,
             on_failure=self._step_aside,
             on_block=self._block_begins,
@@ -491,7 +492,12 @@ class Observation:
         attachment, tracker = self._attachment, self._attachment.tracker
         reduced = attachment.reduced()
         buckets = attachment.bucket_bytes() if final else None
-        first = attachment.ddps[0]
+        first, before = attachment.ddps[0], self._facts
+        ddps, optimized = attachment.describe_ddps(), attachment.optimized
+        if before is not None:
+            # Models may be gone by now; digests were taken in the warm-up only.
+            ddps = ddps if len(ddps) >= len(before.ddps) else before.ddps
+            optimized = optimized or before.optimized
         if first.process_group.size() > self._topology.world_size:
             raise UsageError(
                 f"DistributedDataParallel has {first.process_group.size()} ranks, and observing "
@@ -507,6 +513,10 @@ class Observation:
             sources=attachment.sources,
             reduced=tuple(ParameterFacts(name, p.nbytes) for name, p in reduced.items()),
             loss_divisor=attachment.loss_divisor,
+            built_by=ddps[0].built_by,
+            ddps=ddps,
+            optimized=optimized,
+            reduced_outside_bytes=attachment.recorder.reduced_outside_bytes,
         )
         self._level = LevelSettings(
             id=LEVEL,

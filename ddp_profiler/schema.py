@@ -12,7 +12,7 @@ Format history:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any
 
 SCHEMA_VERSION = 1
@@ -110,8 +110,9 @@ belongs to the step as a whole. ``index`` is the ordinal of a gradient bucket in
 its micro-step, or what the kind says, else -1. Times are integer nanoseconds on
 the rank's own timeline; ``end_ns`` is null where the end was never noticed.
 ``bytes`` and ``samples`` are null where they do not apply. ``value`` is what the
-kind says: the tokens of a script's ``FORWARD`` and ``STEP``, the parameters that
-a ``BOOKKEEPING`` map holds as unused on this rank, a digest.
+kind says: the tokens of a script's ``FORWARD`` and ``STEP``, the number of the DDP
+of a script's ``GRADIENT``, the parameters that a ``BOOKKEEPING`` map holds as
+unused on this rank, a digest.
 """
 
 NULLABLE_SPAN_COLUMNS = frozenset({"end_ns", "bytes", "samples", "value"})
@@ -180,6 +181,60 @@ class ParameterFacts:
 
     name: str
     nbytes: int
+
+
+class ParameterPlace(StrEnum):
+    """Where a parameter that an optimizer of a script holds stands to DDP."""
+
+    REDUCED = "reduced"
+    """DDP reduces its gradient over all ranks."""
+    SUBGROUP = "subgroup"
+    """DDP reduces it over some of the ranks."""
+    IGNORED = "ignored"
+    """It is one of those that DDP was told to ignore."""
+    FROZEN = "frozen"
+    """It is in a DDP, but needed no gradient when that was built: DDP does not reduce it."""
+    OUTSIDE = "outside"
+    """It is in no DDP."""
+
+
+@dataclass(frozen=True)
+class OptimizedParameter:
+    """A parameter that ``GRADIENT_DIGEST`` points index.
+
+    Attributes:
+        name: Its name in its model, or its place in its optimizer.
+        place: Where it stands to DDP.
+        ddp: The number of the DDP that reduces it; -1 where none does.
+    """
+
+    name: str
+    place: ParameterPlace
+    ddp: int = -1
+
+
+@dataclass(frozen=True)
+class DdpFacts:
+    """How a script has built one DistributedDataParallel.
+
+    Attributes:
+        find_unused_parameters: As it was set.
+        static_graph: As it was set.
+        broadcast_buffers: Whether buffers are broadcast before a forward.
+        buffer_bytes: Size of the buffers that are broadcast.
+        compiled_inside: Whether the module, or a child that holds most of its parameters, had
+            been compiled before DDP got it.
+        group_size: Ranks of its process group.
+        built_by: Top-level package of the code that built it; ``__main__`` is the script.
+    """
+
+    find_unused_parameters: bool
+    static_graph: bool
+    broadcast_buffers: bool
+    buffer_bytes: int
+    compiled_inside: bool
+    group_size: int
+    built_by: str
 
 
 @dataclass(frozen=True)
@@ -365,6 +420,12 @@ class LevelFacts:
         loss_divisor: What a script divides its loss by just before backward, in most
             micro-steps of the warm-up on rank 0; None where autograd shows no such number.
         feeds: What fed training on each rank of a script; empty if not recorded.
+        built_by: Top-level package of the code that built a script's first DDP, which may be
+            a framework's; ``__main__`` is the script. Empty in a study.
+        ddps: How a script has built its DDPs, in order; empty in a study.
+        optimized: The parameters that ``GRADIENT_DIGEST`` points index.
+        reduced_outside_bytes: Bytes that rank 0 of a script handed to ``all_reduce`` by itself
+            outside forward and backward, while it was observed.
     """
 
     id: str
@@ -383,6 +444,10 @@ class LevelFacts:
     link: LinkStreams | None = None
     loss_divisor: float | None = None
     feeds: tuple[RankFeed, ...] = ()
+    built_by: str = ""
+    ddps: tuple[DdpFacts, ...] = ()
+    optimized: tuple[OptimizedParameter, ...] = ()
+    reduced_outside_bytes: int = 0
 
 
 @dataclass(frozen=True)

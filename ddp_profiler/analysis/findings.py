@@ -9,6 +9,7 @@ from ddp_profiler.analysis import sampled
 from ddp_profiler.analysis.feeding import explains_mismatch, find_feeding
 from ddp_profiler.analysis.machine import find_machine
 from ddp_profiler.analysis.placement import largest, packed_twin, scaling_curve
+from ddp_profiler.analysis.reduction_findings import find_reduction
 from ddp_profiler.analysis.results import Finding, LevelResult
 from ddp_profiler.analysis.scaling import sharpest_drop
 from ddp_profiler.analysis.stragglers import SEVERAL, Straggler
@@ -66,6 +67,7 @@ def find(levels: Sequence[LevelResult]) -> tuple[Finding, ...]:
     found = [
         *(finding for level in measured for finding in _about_batch(level)),
         *(finding for level in measured for finding in _about_reductions(level)),
+        *(finding for level in measured for finding in find_reduction(level)),
         *find_feeding(levels),
         *(finding for level in measured for finding in _about_stragglers(level)),
         *(finding for level in measured for finding in _about_windows(level)),
@@ -89,7 +91,8 @@ def _about_batch(level: LevelResult) -> Iterator[Finding]:
             evidence=f"declared {check.declared or 'nothing'}, configured {check.configured}, "
             f"observed {check.observed}",
         )
-    if check.ranks_agree is False:
+    # Of a script, more is known than that: see find_reduction.
+    if check.ranks_agree is False and level.reduction is None:
         yield Finding(
             id="ranks-disagree",
             severity="error",
@@ -123,6 +126,9 @@ def _about_batch(level: LevelResult) -> Iterator[Finding]:
 def _about_reductions(level: LevelResult) -> Iterator[Finding]:
     comm = level.comm
     count, buckets = comm.num_gradient_collectives_per_step, comm.num_buckets
+    if level.reduction is not None:
+        # Of a script, more is known than that: see find_reduction.
+        return
     if level.dp < 2 or not count or not buckets or not comm.gradient_bytes:
         return
     if count > buckets * 1.01:

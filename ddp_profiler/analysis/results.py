@@ -12,6 +12,7 @@ from ddp_profiler.analysis.allreduce import AllReduceResult
 from ddp_profiler.analysis.clocks import ClockOffset
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.observed import Feeding
+from ddp_profiler.analysis.reduction import Reduction
 from ddp_profiler.analysis.sampled import SampledWindow
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.analysis.statistics import Distribution
@@ -152,6 +153,7 @@ class LevelResult:
     the packed level of the same setting, with its interval and its share of the step.
     ``feeding`` is what entered a script's training; None in studies.
     ``windows`` are those of a script that was observed again and again; empty where only once.
+    ``reduction`` is what a script's record says about how it reduces; None for a study.
     """
 
     id: str
@@ -194,6 +196,7 @@ class LevelResult:
     crossing_fraction: float | None = None
     feeding: Feeding | None = None
     windows: tuple[SampledWindow, ...] = ()
+    reduction: Reduction | None = None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ from ddp_profiler.analysis.parts import (
     split_exposed,
 )
 from ddp_profiler.analysis.placement import with_crossing
+from ddp_profiler.analysis.reduction import Reduction, examine
+from ddp_profiler.analysis.reduction_findings import reduction_notes
 from ddp_profiler.analysis.results import (
     BatchCheck,
     Communication,
@@ -362,6 +364,14 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             "together."
         )
     notes += measured.left_out.notes
+    reduction = examine(
+        dict(zip(measured.ranks, measured.columns, strict=True)),
+        measured.index,
+        level,
+        facts,
+        measured.instrumented,
+    )
+    notes += reduction_notes(reduction)
     notes += _subset_note(measured)
     step_ms = _summarize(measured.plain)
     observed, micro_steps = _observed(measured.instrumented, level)
@@ -417,6 +427,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             facts,
             _declared(info, level),
             feeding,
+            reduction,
             scale_notes(info, level, facts),
         ),
         overhead=_overhead(measured.plain, measured.instrumented),
@@ -457,6 +468,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             measured.arrivals,
             measured.clock_uncertainty_ms if len(measured.instrumented) == level.dp else None,
         ),
+        reduction=reduction,
     )
 
 
@@ -653,6 +665,7 @@ def _batch_check(
     facts: LevelFacts | None,
     declared: int | None,
     feeding: Feeding | None,
+    reduction: Reduction | None,
     more_notes: Sequence[str],
 ) -> BatchCheck:
     notes = []
@@ -670,6 +683,9 @@ def _batch_check(
     if feeding is not None:
         notes += feeding.notes
     proof = facts.proof if facts else None
+    ranks_agree = proof.ranks_agree if proof else None
+    if reduction is not None and reduction.compared:
+        ranks_agree = not reduction.differing
     if proof is not None:
         notes += proof.notes
     notes += more_notes
@@ -685,7 +701,7 @@ def _batch_check(
         gradient_factor_name=proof.factor_name if proof else None,
         gradient_unexplained=proof.unexplained if proof else None,
         gradient_must_match=proof.must_be_equal if proof else None,
-        ranks_agree=proof.ranks_agree if proof else None,
+        ranks_agree=ranks_agree,
         notes=tuple(notes),
     )
 

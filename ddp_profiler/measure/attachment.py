@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,6 +32,8 @@ from ddp_profiler.measure import backward, ddp_adapter
 from ddp_profiler.measure.backward import BackwardWatch
 from ddp_profiler.measure.batches import number_of_samples
 from ddp_profiler.measure.clock import DeviceTimeline
+from ddp_profiler.measure.construction import Construction, building_package
+from ddp_profiler.measure.digests import Digests
 from ddp_profiler.measure.feeding import FeedWatch
 from ddp_profiler.measure.kept_step import KeptStep
 from ddp_profiler.measure.loss_divisor import loss_divisor
@@ -38,7 +41,13 @@ from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.measure.other_training import OtherTraining
 from ddp_profiler.measure.steps import StepTracker
 from ddp_profiler.measure.untraced import skip_frame
-from ddp_profiler.schema import Interruption, SpanKind, Variant
+from ddp_profiler.schema import (
+    DdpFacts,
+    Interruption,
+    OptimizedParameter,
+    SpanKind,
+    Variant,
+)
 
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _SAVERS = (
@@ -62,6 +71,7 @@ class Attachment:
         make_recorder: Makes what takes the marks of training on a device.
         plan: Variants and numbers of steps, one block after the other; steps of the variant
             None are counted only.
+        warmup: Steps of the warm-up, with which the plan begins; digests are taken in it.
         batch_dim: The dimension of forward's first tensor that counts samples.
         on_failure: Told if something of ours has failed; nothing is left installed then.
         on_block: Told, between two steps, the variant of the block that begins; None after a
@@ -76,6 +86,7 @@ class Attachment:
         make_recorder: Callable[[torch.device], Recorder],
         plan: Iterable[tuple[Variant | None, int]],
         *,
+        warmup: int = 0,
         batch_dim: int = 0,
         on_failure: Callable[[Exception], None],
         on_block: Callable[[Variant | None], None] = lambda _: None,
@@ -90,6 +101,7 @@ class Attachment:
         self.tracker: StepTracker
         self.feed = FeedWatch(on_feed, batch_dim)
         self._watch: BackwardWatch
+        self._digests: Digests
         self._make_recorder = make_recorder
         self._plan = plan
         self._batch_dim = batch_dim
@@ -100,11 +112,16 @@ class Attachment:
         self._scaled = False
         """Whether a GradScaler has scaled a loss since the last backward."""
         self._adapters: list[ddp_adapter.DdpAdapter] = []
+        self._constructions: weakref.WeakKeyDictionary[DDP, Construction] = (
+            weakref.WeakKeyDictionary()
+        )
         self._thread = threading.get_ident()
+        self._built = 0
         self._depth: dict[str, int] = {}
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._handles: list[Any] = []
         self._stepping: list[tuple[Any, int]] = []
+        self._warmup = warmup
         self._user_hooks: Any = None
         self.elsewhere = OtherTraining()
         """What the script trains with before it builds any, and if it never does."""
@@ -133,6 +150,7 @@ class Attachment:
         self.recorder = self._make_recorder(device)
         self._watch = BackwardWatch(self.recorder)
         self.tracker = StepTracker(self.recorder, self._plan, self._switch)
+        self._digests = Digests(self.recorder, self._warmup, self.ddps, self.reduced)
         self.started = True
         self._replace(torch.autograd, "backward", self._on_backward)
         self._replace(Optimizer, "zero_grad", self._of_optimizer("zero"))
@@ -273,18 +291,28 @@ class Attachment:
             self._depth[kind] = depth
 
     def _on_init(self, original: Any, args: Any, keywords: Any) -> Any:
+        built_by = self._guard(building_package)
         result = original(*args, **keywords)
+        self._guard(self._note, args[0], built_by or "")
         if not self._resting:
             self._guard(self._adopt, args[0])
         return result
 
+    def _note(self, ddp: DDP, built_by: str) -> None:
+        """Notes how a model was built; it is not kept alive by that."""
+        if ddp not in self._constructions:
+            self._constructions[ddp] = Construction(ddp, built_by, self._built)
+            self._built += 1
+
     def _adopt(self, ddp: DDP) -> None:
+        # Of one that was there before nobody knows who has built it.
+        self._note(ddp, "")
         self.built = True
         self.ddps.append(ddp)
         if not self.started:
             self._start(next(ddp.parameters()).device)
         self._replace_savers()
-        adapter = ddp_adapter.DdpAdapter(ddp, self.recorder)
+        adapter = ddp_adapter.DdpAdapter(ddp, self.recorder, number=self._constructions[ddp].number)
         self._adapters.append(adapter)
         if self.tracker.observing:
             adapter.attach()
@@ -417,20 +445,29 @@ class Attachment:
         self._act()
         return self.recorder.mark()
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any, keywords: Any) -> None:
         if threading.get_ident() == self._thread:
             if self._resting:
                 self._stepping.append((None, self.tracker.acts))
                 return
+            if not _has_closure(args, keywords):
+                self._guard(self._digest, optimizer)
             begun = self._guard(self.tracker.begins_optimizer)
             if begun is not None:
                 self._stepping.append(begun)
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: Any, args: Any, keywords: Any) -> None:
         if threading.get_ident() == self._thread and self._stepping:
             begun = self._stepping.pop()
+            if _has_closure(args, keywords):
+                # The gradients were made inside.
+                self._guard(self._digest, optimizer)
             if not self._depth.get("scaler"):
                 self._guard(self._end_optimizer, begun, ends_step=True)
+
+    def _digest(self, optimizer: Any) -> None:
+        if not self.tracker.done and self._digests.wanted(self.tracker.step):
+            self._digests.take(optimizer, self.tracker.step)
 
     def _end_optimizer(self, begun: tuple[Any, int], *, ends_step: bool) -> None:
         end = self.recorder.mark() if self.tracker.recording else None
@@ -483,14 +520,25 @@ class Attachment:
     def reduced(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that are reduced, each once, frozen and ignored ones not."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
-        for number, ddp in enumerate(self.ddps):
-            ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-            for name, parameter in ddp.module.named_parameters():
-                if parameter.requires_grad and name not in ignored:
-                    # Names of several models may be equal.
-                    key = f"{number}.{name}" if len(self.ddps) > 1 else name
-                    found.setdefault(id(parameter), (key, parameter))
+        several = len(self.ddps) > 1
+        for ddp in self.ddps:
+            construction = self._constructions[ddp]
+            for name, parameter in construction.reduced.items():
+                # Names of several models may be equal.
+                key = f"{construction.number}.{name}" if several else name
+                found.setdefault(id(parameter), (key, parameter))
         return dict(found.values())
+
+    def describe_ddps(self) -> tuple[DdpFacts, ...]:
+        """Describes how the script has built its models."""
+        known = sorted(self._constructions.values(), key=lambda built: built.number)
+        described = (construction.describe() for construction in known)
+        return tuple(facts for facts in described if facts is not None)
+
+    @property
+    def optimized(self) -> tuple[OptimizedParameter, ...]:
+        """The parameters that digests of gradients index."""
+        return self._digests.parameters
 
     def let_go(self) -> None:
         """Takes everything out and forgets the models, which a script may want to free."""
@@ -500,6 +548,8 @@ class Attachment:
     def _forget(self) -> None:
         self.ddps.clear()
         self._adapters.clear()
+        if self.started:
+            self._digests.let_go()
 
     def bucket_bytes(self) -> tuple[int, ...] | None:
         """Returns the sizes of all buckets as DDP's logger has them; None where it has none.
@@ -515,3 +565,8 @@ class Attachment:
                 return None
             sizes += [int(size) for size in text.split(",")]
         return tuple(sizes) or None
+
+
+def _has_closure(args: Any, keywords: Any) -> bool:
+    """Tells whether an optimizer's step, called with itself first, runs a closure."""
+    return (args[1] if len(args) > 1 else keywords.get("closure")) is not None

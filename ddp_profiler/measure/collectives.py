@@ -171,6 +171,7 @@ def _hearing() -> list[tuple[Recorder, SpanKind]]:
 
 def _observe(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that does what ``original`` does and has it recorded."""
+    reduces = original.__name__ in ("all_reduce", "all_reduce_coalesced")
 
     @functools.wraps(original)
     def observed(*args: Any, **keywords: Any) -> Any:
@@ -179,6 +180,8 @@ def _observe(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **keywords)
         hearing = _hearing()
         if not hearing:
+            if reduces:
+                _note_outside(args, keywords)
             return original(*args, **keywords)
         begins = [recorder.mark() for recorder, _ in hearing]
         # Some of these functions call others of them, and all wait for their work.
@@ -194,6 +197,13 @@ def _observe(original: Callable[..., Any]) -> Callable[..., Any]:
 
     skip_frame(observed)
     return observed
+
+
+def _note_outside(args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Counts what the loop reduces by itself, outside forward and backward."""
+    for listener in _listeners:
+        if not _local.depth and listener.thread == threading.get_ident():
+            listener.recorder.reduced_outside_bytes += _payload(args, keywords) or 0
 
 
 def _payload(args: tuple[Any, ...], keywords: dict[str, Any]) -> int | None:

@@ -14,7 +14,8 @@ Three mechanisms, tried in this order, each named in the record:
     Fallback where the reducer cannot be given another group: a communication hook of
     ours. It costs a pass over the gradients, and DDP never lets go of a hook.
 
-Buffer broadcasts do not go through the reducer; ``_sync_buffers`` is timed as a whole. What
+Buffer broadcasts do not go through the reducer; ``_sync_buffers`` is timed as a whole, and so is
+``_post_forward`` where DDP looks for unused parameters in it. What
 modules send themselves is observed by :mod:`ddp_profiler.measure.collectives`; a hook, which
 may use the same functions, is gradient traffic and left out there.
 """
@@ -69,10 +70,13 @@ class _ObservedGroup(dist.ProcessGroup):
     Python while a reducer uses it: its overrides vanish with its last reference.
     """
 
-    def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, recorder: Recorder, number: int | None = None
+    ) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._group = group
         self._recorder = recorder
+        self._number = number
         # Gloo completes on threads of its own, whose current device and stream are not the
         # training's: an event recorded there would tell the time of something else.
         self._tells_ends = not (
@@ -92,7 +96,11 @@ class _ObservedGroup(dist.ProcessGroup):
             if tensor.is_floating_point() or tensor.is_complex()
             else SpanKind.BOOKKEEPING
         )
-        span = self._recorder.hand_over(kind, tensor.nbytes)
+        number = self._number if kind is SpanKind.GRADIENT else None
+        span = self._recorder.hand_over(kind, tensor.nbytes, number)
+        if kind is SpanKind.BOOKKEEPING and tensor.device.type == "cpu":
+            # DDP's map of the parameters that this rank has used, not reduced yet.
+            span.value = tensor.numel() - int(torch.count_nonzero(tensor))
         work = self._group.allreduce(tensors, opts)
         self._note_end(work, span)
         if kind is SpanKind.GRADIENT:
@@ -137,12 +145,22 @@ class DdpAdapter:
         ddp: The module to observe.
         recorder: Takes the marks.
         mechanism: One of :func:`probe`'s; the best of them where None.
+        number: Which of several modules this is: the value of its gradient collectives, and the
+            index of its buffer broadcasts.
     """
 
-    def __init__(self, ddp: DDP, recorder: Recorder, mechanism: str | None = None) -> None:
+    def __init__(
+        self,
+        ddp: DDP,
+        recorder: Recorder,
+        mechanism: str | None = None,
+        *,
+        number: int | None = None,
+    ) -> None:
         available = probe()
         self._ddp = ddp
         self._recorder = recorder
+        self._number = number
         self.mechanism = mechanism or (available[0] if available else None)
         self._group: _ObservedGroup | None = None
         self._hook_registered = False
@@ -179,12 +197,12 @@ class DdpAdapter:
             return
         if self.mechanism == PROCESS_GROUP:
             if self._group is None:
-                self._group = _ObservedGroup(self._ddp.process_group, self._recorder)
+                self._group = _ObservedGroup(self._ddp.process_group, self._recorder, self._number)
             self._ddp.reducer._update_process_group(self._group)
         elif self.mechanism == COMM_HOOK and not self._hook_registered:
             self._ddp.register_comm_hook(self, _observing_hook)
             self._hook_registered = True
-        _observers[self._ddp] = self._recorder
+        _observers[self._ddp] = self._recorder, self._number
         _patch_class()
         collectives.listen(self._recorder, in_backward=self._knows_hooks)
         self.attached = True
@@ -216,7 +234,9 @@ def _observing_hook(state: DdpAdapter, bucket: Any) -> Any:
     """
     group = state._ddp.process_group
     tensor = bucket.buffer().mul_(1.0 / group.size())
-    span = state._recorder.hand_over(SpanKind.GRADIENT, tensor.nbytes) if state.attached else None
+    span = None
+    if state.attached:
+        span = state._recorder.hand_over(SpanKind.GRADIENT, tensor.nbytes, state._number)
     with Unobserved():
         work = dist.all_reduce(tensor, group=group, async_op=True)
     assert work is not None
@@ -234,24 +254,55 @@ def _first_tensor(future: Future[list[Tensor]]) -> Tensor:
     return future.value()[0]
 
 
-_observers: weakref.WeakKeyDictionary[DDP, Recorder] = weakref.WeakKeyDictionary()
+_observers: weakref.WeakKeyDictionary[DDP, tuple[Recorder, int | None]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Who observes a module, and the module's number."""
 _user_hooks: weakref.WeakSet[DDP] = weakref.WeakSet()
 _patches = 0
 _original_sync_buffers: Callable[[DDP], None] = DDP._sync_buffers
 _original_register_comm_hook = DDP.register_comm_hook
+_original_post_forward: Callable[[DDP, Any], Any] = DDP._post_forward
 
 
 @untraced
 def _observed_sync_buffers(self: DDP) -> None:
-    recorder = _observers.get(self)
-    if recorder is None:
+    observer = _observers.get(self)
+    if observer is None:
         _original_sync_buffers(self)
         return
+    recorder, number = observer
     begin = recorder.mark()
     # A user's buffer hook may call torch.distributed's functions.
     with Unobserved():
         _original_sync_buffers(self)
-    recorder.span(SpanKind.FORWARD_COMM, begin, recorder.mark())
+    recorder.span(
+        SpanKind.FORWARD_COMM, begin, recorder.mark(), index=-1 if number is None else number
+    )
+
+
+@untraced
+def _observed_post_forward(self: DDP, output: Any) -> Any:
+    observer = _observers.get(self)
+    if observer is None or not _searches(self):
+        return _original_post_forward(self, output)
+    recorder, _ = observer
+    begin = recorder.mark()
+    result = _original_post_forward(self, output)
+    recorder.span(SpanKind.GRAPH_SEARCH, begin, recorder.mark())
+    return result
+
+
+def _searches(ddp: DDP) -> bool:
+    """Tells whether DDP looks for unused parameters at the end of this forward."""
+    return bool(
+        ddp.find_unused_parameters
+        and not ddp.static_graph
+        and ddp.require_backward_grad_sync
+        and torch.is_grad_enabled()
+        # Buffers would be broadcast there as well.
+        and not ddp._check_sync_bufs_post_fwd()  # type: ignore[no-untyped-call]
+    )
 
 
 def _observed_register_comm_hook(self: DDP, state: object, hook: Callable[..., Any]) -> None:
@@ -261,8 +312,8 @@ def _observed_register_comm_hook(self: DDP, state: object, hook: Callable[..., A
 
     @untraced
     def observed(state: object, bucket: Any) -> Any:
-        recorder = _observers.get(self)
-        span = recorder and recorder.hand_over(SpanKind.GRADIENT, bucket.buffer().nbytes)
+        recorder, number = _observers.get(self, (None, None))
+        span = recorder and recorder.hand_over(SpanKind.GRADIENT, bucket.buffer().nbytes, number)
         with Unobserved():
             future = hook(state, bucket)
         if recorder and span:
@@ -300,6 +351,7 @@ def _patch_class() -> None:
     _patches += 1
     if _patches == 1:
         DDP._sync_buffers = _observed_sync_buffers  # type: ignore[method-assign]
+        DDP._post_forward = _observed_post_forward  # type: ignore[method-assign]
         DDP.register_comm_hook = _observed_register_comm_hook  # type: ignore[method-assign]
 
 
@@ -308,4 +360,5 @@ def _unpatch_class() -> None:
     _patches -= 1
     if _patches == 0:
         DDP._sync_buffers = _original_sync_buffers  # type: ignore[method-assign]
+        DDP._post_forward = _original_post_forward  # type: ignore[method-assign]
         DDP.register_comm_hook = _original_register_comm_hook  # type: ignore[method-assign]

@@ -51,6 +51,8 @@ class Recorder:
     Attributes:
         phase: ``FORWARD`` or ``BACKWARD`` while the loop is in one of them, else None. Tells
             where a collective belongs that a module issues.
+        reduced_outside_bytes: Bytes that the loop handed to ``all_reduce`` by itself, outside of
+            both.
     """
 
     def __init__(self, timeline: Timeline, sink: Callable[[Columns], None]) -> None:
@@ -60,6 +62,7 @@ class Recorder:
         self.micro_step = -1
         self.backward_pass = -1
         self.phase: SpanKind | None = None
+        self.reduced_outside_bytes = 0
         self._sink = sink
         self._place = (0, 0, 0, Variant.WARMUP)
         self._spans: list[_Span] = []
@@ -119,7 +122,7 @@ class Recorder:
         mark = self.mark()
         self._spans.append((self.step, self.micro_step, kind, index, mark, mark, None, None, value))
 
-    def hand_over(self, kind: SpanKind, nbytes: int) -> OpenSpan:
+    def hand_over(self, kind: SpanKind, nbytes: int, value: int | None = None) -> OpenSpan:
         """Records that a collective is handed to the backend now.
 
         Returns:
@@ -128,7 +131,7 @@ class Recorder:
         index = -1
         if kind is SpanKind.GRADIENT:
             index, self._next_index = self._next_index, self._next_index + 1
-        span = OpenSpan(kind, self.step, self.micro_step, index, self.mark(), nbytes)
+        span = OpenSpan(kind, self.step, self.micro_step, index, self.mark(), nbytes, value=value)
         self._open.append(span)
         return span
 

@@ -365,7 +365,7 @@ def _gradient_error(level: LevelResult) -> str:
     if check.ranks_agree is False:
         return "RANKS DIFFER"
     if check.gradient_max_rel_error is None:
-        return units.NOTHING
+        return "ranks agree" if check.ranks_agree else units.NOTHING
     return f"{check.gradient_max_rel_error:.0e}"
 
 

@@ -151,7 +151,7 @@ def test_scaler_with_two_optimizers_makes_one_step(observed):
 
 
 def test_closures(observed):
-    # From some weights one of the two steps converges early.
+    # LBFGS calls its closure as often as its losses ask for.
     torch.manual_seed(0)
     seen = observed()
     ddp = model()

@@ -97,7 +97,7 @@ def test_what_lies_between_two_calls_in_most_steps_is_training():
             teacher.add(SpanKind.INTERRUPTION, begin, begin + 5, step=step, index=0)
     columns = rank(usual(0), usual(2, 3, 4))
     held = {name: np.concatenate([columns[name], v]) for name, v in teacher.columns().items()}
-    assert left_out([held], 0).notes[0].startswith("3 of 4 steps hold calls of the model")
+    assert left_out([held], 0).notes[0].startswith("3 of 4 steps hold evaluation")
     assert "(mean 10.0 ms): taken as a part of training" in left_out([held], 0).notes[0]
 
 

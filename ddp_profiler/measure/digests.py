@@ -1,0 +1,256 @@
+"""Digests of gradients and buffers, taken when an optimizer is about to step.
+
+Every rank takes its own; the analysis compares them. So no collective of ours is needed to find
+ranks that step with different gradients. They are taken at two steps of the warm-up only, which
+no figure is made of, and cost one pass over the gradients each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ddp_profiler.measure.marks import Recorder
+from ddp_profiler.schema import OptimizedParameter, ParameterPlace, SpanKind
+
+_WORD = 8
+_AT_ONCE_BYTES = 1 << 25
+"""What is copied at once where memory is not aligned to words."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest(tensor: Tensor, like: Tensor | None = None) -> Tensor | None:
+    """Returns a digest of a tensor's bits: their sum as 64-bit words, modulo 2**64.
+
+    Equal values have equal digests wherever they lie in memory; NaN is a value as any other.
+    It reads the tensor once and changes nothing.
+
+    Args:
+        tensor: Dense or sparse (COO), of any type and device.
+        like: The tensor whose layout counts, such as the parameter of a gradient; itself if None.
+
+    Returns:
+        An int64 scalar on the tensor's device; None for tensors of other layouts or classes.
+    """
+    if type(tensor) not in (Tensor, nn.Parameter):
+        # Such as a distributed tensor, of which each rank holds a part.
+        return None
+    with torch.no_grad():
+        if tensor.layout is torch.sparse_coo:
+            return _sum_of_words(tensor._values()) + _sum_of_words(tensor._indices())
+        if tensor.layout is not torch.strided:
+            return None
+        if like is not None and like.shape == tensor.shape and like.stride() != tensor.stride():
+            tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+        return _sum_of_words(tensor)
+
+
+def _sum_of_words(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)
+    elif _is_dense(tensor):
+        flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    else:
+        flat = tensor.contiguous().view(-1)
+    size = flat.element_size()
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    if size > _WORD:
+        return total + flat.view(torch.int64).sum()
+    per_word = _WORD // size
+    words = flat.numel() // per_word * per_word
+    if words != flat.numel():
+        total = total + flat[words:].view(_INTEGERS[size]).sum(dtype=torch.int64)
+    # As words it is many times as fast as element by element.
+    if flat.storage_offset() % per_word == 0:
+        return total + flat[:words].view(torch.int64).sum()
+    for part in torch.split(flat[:words], _AT_ONCE_BYTES // size):
+        total = total + part.clone().view(torch.int64).sum()
+    return total
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Tells whether a tensor fills one stretch of memory, in any order of its dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A parameter that has an ordinal; held so that its identity stays its own."""
+
+    ordinal: int
+    parameter: nn.Parameter
+    facts: OptimizedParameter
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A digest that is still on its device."""
+
+    kind: SpanKind
+    index: int
+    nbytes: int | None
+    value: Tensor
+
+
+class Digests:
+    """Takes digests at the second and the last step of the warm-up.
+
+    With a warm-up of two steps these are both. A step that no optimizer makes, such as one that
+    a scaler skips, is made up for by the next one of the warm-up.
+
+    Args:
+        recorder: Takes the points.
+        warmup: Steps of the warm-up.
+        ddps: The models so far; more may come.
+        reduced: Tells the parameters that they reduce, by name.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        warmup: int,
+        ddps: Sequence[DDP],
+        reduced: Callable[[], Mapping[str, nn.Parameter]],
+    ) -> None:
+        self._recorder = recorder
+        self._ddps = ddps
+        self._reduced = reduced
+        self._last = warmup - 1
+        self._due = sorted({max(min(1, warmup - 2), 0), warmup - 1}) if warmup > 0 else []
+        self._step = -1
+        self._seen: set[int] = set()
+        self._entries: dict[int, _Entry] = {}
+
+    @property
+    def parameters(self) -> tuple[OptimizedParameter, ...]:
+        """The parameters by their ordinals: what DDP reduces first, then others, as they came."""
+        return tuple(entry.facts for entry in self._entries.values())
+
+    def let_go(self) -> None:
+        """Forgets the parameters."""
+        self._entries.clear()
+
+    def wanted(self, step: int) -> bool:
+        """Tells whether digests are taken when an optimizer steps in this step."""
+        if step == self._step:
+            return True
+        if not self._due or not self._due[0] <= step <= self._last or self._recorder.step != step:
+            return False
+        return any(ddp.process_group.size() > 1 for ddp in self._ddps)
+
+    def take(self, optimizer: Any, step: int) -> None:
+        """Takes the digests of an optimizer's gradients, and once a step those of the buffers.
+
+        Args:
+            optimizer: It is about to step; what another has digested in this step is left out.
+            step: The step, for which digests are :meth:`wanted`.
+        """
+        points: list[_Point] = []
+        if step != self._step:
+            self._step, self._seen = step, set()
+            self._due = [due for due in self._due if due > step]
+            for name, parameter in self._reduced().items():
+                self._enter(parameter, name, *self._place(parameter))
+            points += self._buffers()
+        points += self._gradients(optimizer)
+        values = _told(points)
+        mark = self._recorder.mark()
+        for point, value in zip(points, values, strict=True):
+            self._recorder.span(
+                point.kind, mark, mark, index=point.index, nbytes=point.nbytes, value=value
+            )
+
+    def _gradients(self, optimizer: Any) -> Iterator[_Point]:
+        nothing = torch.zeros((), dtype=torch.int64)
+        for number, group in enumerate(optimizer.param_groups):
+            names = group.get("param_names", ())
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) in self._seen:
+                    continue
+                self._seen.add(id(parameter))
+                shape = "x".join(str(size) for size in parameter.shape) or "scalar"
+                name = f"{type(optimizer).__name__} group {number} parameter {place} ({shape})"
+                ordinal = self._ordinal(parameter, names[place] if place < len(names) else name)
+                gradient = parameter.grad
+                value = nothing if gradient is None else _tried(gradient, parameter)
+                if value is not None:
+                    yield _Point(SpanKind.GRADIENT_DIGEST, ordinal, parameter.nbytes, value)
+
+    def _buffers(self) -> Iterator[_Point]:
+        for number, ddp in enumerate(self._ddps):
+            values = [_tried(buffer) for buffer in getattr(ddp, "modules_buffers", ())]
+            known = [value for value in values if value is not None]
+            if not known or len(known) < len(values):
+                continue
+            # Each with a factor of its own: two that swap their values are seen.
+            each = [v.to(known[0].device) * (2 * i + 1) for i, v in enumerate(known)]
+            yield _Point(SpanKind.BUFFER_DIGEST, number, None, torch.stack(each).sum())
+
+    def _ordinal(self, parameter: nn.Parameter, name: str) -> int:
+        entry = self._entries.get(id(parameter))
+        if entry is None:
+            entry = self._enter(parameter, *self._look_up(parameter, name))
+        return entry.ordinal
+
+    def _enter(
+        self, parameter: nn.Parameter, name: str, place: ParameterPlace, ddp: int = -1
+    ) -> _Entry:
+        known = self._entries.get(id(parameter))
+        if known is None:
+            facts = OptimizedParameter(name, place, ddp)
+            known = _Entry(len(self._entries), parameter, facts)
+            self._entries[id(parameter)] = known
+        return known
+
+    def _look_up(self, parameter: nn.Parameter, name: str) -> tuple[str, ParameterPlace]:
+        """Returns the name and place of a parameter that no DDP reduces."""
+        for ddp in self._ddps:
+            for own, candidate in ddp.module.named_parameters():
+                if candidate is parameter:
+                    ignored = own in getattr(ddp, "parameters_to_ignore", ())
+                    return own, ParameterPlace.IGNORED if ignored else ParameterPlace.FROZEN
+        return name, ParameterPlace.OUTSIDE
+
+    def _place(self, parameter: nn.Parameter) -> tuple[ParameterPlace, int]:
+        """Tells which DDP reduces a parameter that one does, and whether over all ranks."""
+        world = torch.distributed.get_world_size()
+        for number, ddp in enumerate(self._ddps):
+            if any(own is parameter for own in ddp.module.parameters()):
+                whole = ddp.process_group.size() == world
+                return ParameterPlace.REDUCED if whole else ParameterPlace.SUBGROUP, number
+        return ParameterPlace.OUTSIDE, -1
+
+
+def _tried(tensor: Tensor, like: Tensor | None = None) -> Tensor | None:
+    """Returns the digest; None where this tensor has none."""
+    try:
+        return digest(tensor, like)
+    except (RuntimeError, NotImplementedError, TypeError):
+        # A layout or type that torch cannot read so: never at the cost of the training.
+        return None
+
+
+def _told(points: Sequence[_Point]) -> list[int]:
+    """Reads the values of all points: each device is waited for once."""
+    values = [0] * len(points)
+    by_device: dict[torch.device, list[int]] = {}
+    for number, point in enumerate(points):
+        by_device.setdefault(point.value.device, []).append(number)
+    for numbers in by_device.values():
+        told = torch.stack([points[number].value for number in numbers]).tolist()
+        for number, value in zip(numbers, told, strict=True):
+            values[number] = int(value)
+    return values
