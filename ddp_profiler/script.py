@@ -18,7 +18,7 @@ from ddp_profiler.config import ScriptConfig
 from ddp_profiler.errors import EXIT_DONE
 from ddp_profiler.measure.leave import leave, leave_by
 from ddp_profiler.measure.topology import Topology
-from ddp_profiler.observation import Observation, failure_of
+from ddp_profiler.observe.observation import Observation, failure_of
 
 
 class ScriptRun:

@@ -20,7 +20,7 @@ from ddp_profiler.measure import ddp_adapter
 from ddp_profiler.measure.bounded import within
 from ddp_profiler.measure.default_group import find_place
 from ddp_profiler.measure.topology import Topology
-from ddp_profiler.observation import Observation
+from ddp_profiler.observe.observation import Observation
 from ddp_profiler.record import reader
 from ddp_profiler.schema import SpanKind, Variant
 

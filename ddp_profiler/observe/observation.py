@@ -7,7 +7,6 @@ here fails, it is said once and training goes on as if we were not there.
 
 from __future__ import annotations
 
-import os
 import shlex
 import socket
 import time
@@ -21,39 +20,27 @@ from typing import Any
 import torch
 
 from ddp_profiler import units
-from ddp_profiler.batch import by_value, unequal
 from ddp_profiler.config import ScriptConfig
 from ddp_profiler.errors import DdpProfilerError, UsageError
 from ddp_profiler.keeper import RunKeeper, describe_script
-from ddp_profiler.measure import environment, kernel
 from ddp_profiler.measure.attachment import Attachment
 from ddp_profiler.measure.clock_sync import local_clock
-from ddp_profiler.measure.kept_step import KeptStep
 from ddp_profiler.measure.loop import block_plan
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.measure.other_training import describe
-from ddp_profiler.measure.replay import Replay, load_oracle, not_compared
 from ddp_profiler.measure.script_board import ScriptBoard
 from ddp_profiler.measure.script_clocks import ScriptClocks
-from ddp_profiler.measure.steps import typical
 from ddp_profiler.measure.study import make_timeline
 from ddp_profiler.measure.topology import Topology
+from ddp_profiler.observe.description import Description
+from ddp_profiler.observe.oracle import OracleCheck
 from ddp_profiler.record import paths, reader, writer
 from ddp_profiler.schema import (
-    BatchProof,
     Failure,
-    LevelFacts,
-    LevelSettings,
-    ParameterFacts,
-    RankFeed,
-    RankPlace,
     RecordPart,
     RunInfo,
     Variant,
 )
-
-LEVEL = "script"
-"""The id of the only level of such a run."""
 
 _OTHERS_S = 10.0
 """How long rank 0 waits at the end for the records of other ranks."""
@@ -121,25 +108,15 @@ class Observation:
         self._keeper = RunKeeper(topology.rank)
         self._board: ScriptBoard
         self._clocks: ScriptClocks
+        self._description: Description
         self._parts: tuple[RecordPart, ...] = ()
         self.folder: Path | None = None
         self._run_id = ""
         self._stream: writer.SpanWriter | None = None
         self._failure: str | None = None
-        self._level: LevelSettings | None = None
-        self._facts: LevelFacts | None = None
         self._described = False
         """Whether a whole window was described."""
-        self._known_places: tuple[RankPlace, ...] = ()
-        self._node_described = False
-        """Whether this rank has described its node."""
-        # The last step but one of the warm-up: what keeping it costs falls into the last one.
-        self._kept = (
-            KeptStep(config.warmup - 2, leads=topology.rank == 0, batch_dim=config.batch_dim)
-            if config.replay
-            else None
-        )
-        self._replay: Replay | None = None
+        self._oracle = OracleCheck(config, topology.rank) if config.replay else None
         self._attachment = Attachment(
             self._make_recorder,
             _plan(config),
@@ -147,8 +124,8 @@ class Observation:
             batch_dim=config.batch_dim,
             on_failure=self._step_aside,
             on_block=self._block_begins,
-            kept=self._kept,
-            on_feed=self._publish_feed,
+            kept=self._oracle.kept if self._oracle else None,
+            on_feed=lambda: self._description.publish_feed(),
         )
 
     @property
@@ -170,13 +147,9 @@ class Observation:
             DdpProfilerError: The folder is taken, other ranks did not come, or there is no
                 function as ``--replay`` names it. Nothing is observed then.
         """
-        config = self._config
-        if config.replay is not None and self._kept is not None:
+        if self._oracle is not None:
             # Before the ranks meet: all of them find the same.
-            here = None
-            if config.script is not None and not config.module:
-                here = Path(config.script).resolve().parent
-            self._replay = Replay(config.replay, load_oracle(config.replay, here), self._kept)
+            self._oracle.load()
         self._meet()
         Observation.current = self
         self._attachment.install()
@@ -208,6 +181,7 @@ class Observation:
         self._keeper.update(parts=self._parts)
         if not self._topology.launched:
             self._topology = self._located()
+        self._description = Description(self._topology, self._board, self._attachment)
         self._clocks = ScriptClocks(self._board, self._topology.world_size, local_clock())
         problem_of_clocks = self._clocks.open()
         if problem_of_clocks:
@@ -235,34 +209,27 @@ class Observation:
     def _make_recorder(self, device: torch.device) -> Recorder:
         """Makes the recorder when the first DDP is seen."""
         assert self.folder is not None
-        rank = self._topology.rank
-        self._stream = writer.SpanWriter(self.folder, rank, self._run_id)
-        place = RankPlace(
-            rank=rank,
-            local_rank=self._topology.local_rank,
-            node=0,
-            hostname=socket.gethostname(),
-            clock_domain=kernel.shared("time"),
-            device=str(device),
-            pid=os.getpid(),
-        )
-        self._board.publish(f"place/{rank}", place)
+        self._stream = writer.SpanWriter(self.folder, self._topology.rank, self._run_id)
+        self._description.publish_place(device)
         return Recorder(make_timeline(device), self._stream.write)
 
     def _block_begins(self, variant: Variant | None) -> None:
         """Is told between two blocks; what is kept here a run that is killed leaves behind."""
-        if self._replay is not None and self._trained:
-            self._share(self._replay)
-        if variant is Variant.WARMUP and self._level is None and self._trained:
+        description = self._description
+        if self._oracle is not None and self._trained and self.folder is not None:
+            self._oracle.share(self.folder, self._board)
+        if variant is Variant.WARMUP and description.level is None and self._trained:
             # Between blocks of the warm-up: the other ranks wait for what takes time here.
             self._clocks.compare()
-            self._describe(final=False)
+            description.update(final=False)
             self._keep()
-            self._warn_of_unequal_epochs()
+            warning = description.unequal_epochs() if self._topology.rank == 0 else ""
+            if warning:
+                self._say(warning)
         elif variant is None:
             self._clocks.compare()
             first, self._described = not self._described, True
-            self._describe(final=True)
+            description.update(final=True)
             if self._attachment.tracker.done:
                 self._clocks.close()
                 self._attachment.let_go()
@@ -281,24 +248,6 @@ class Observation:
             return f"{seen}training goes on without us. {shown} shows them already."
         return f"{seen}so will {config.window} of every {config.every} be. {shown} shows them."
 
-    def _warn_of_unequal_epochs(self) -> None:
-        """Says that ranks will part at the end of an epoch, while there is somebody to say it."""
-        if self._topology.rank != 0:
-            return
-        feeds = [feed for feed in self._feeds() if feed.loaders and not feed.joins]
-        counts = unequal({feed.rank: feed.loaders[0].batches for feed in feeds})
-        if counts:
-            self._say(
-                f"micro-batches of an epoch: {by_value(counts)}. At its end the ranks with more "
-                "will wait without end for the others, unless a number of steps ends it before."
-            )
-
-    def _publish_feed(self) -> None:
-        """Makes known what feeds training here: before ranks of unequal loaders can hang."""
-        rank, feed = self._topology.rank, self._attachment.feed
-        known = RankFeed(rank, tuple(feed.loaders), tuple(feed.digests), feed.joins)
-        self._board.publish(f"feed/{rank}", known)
-
     @property
     def _trained(self) -> bool:
         return self._attachment.started and self._attachment.tracker.step > 0
@@ -308,9 +257,9 @@ class Observation:
         if self._failure is not None:
             return
         self._failure = f"{type(error).__name__}: {error}"
-        if self._kept is not None:
+        if self._oracle is not None:
             # What it holds the script may want to free.
-            self._kept.give_up("observing has failed")
+            self._oracle.kept.give_up("observing has failed")
         if self._config.debug:
             traceback.print_exception(error)
         self._say(
@@ -377,7 +326,7 @@ class Observation:
                     self._clocks.compare()
                 # The models of a window that was cut may not be all there are.
                 if self._trained and attachment.ddps and not self._described:
-                    self._describe(final=True)
+                    self._description.update(final=True)
         finally:
             self._clocks.close()
             attachment.let_go()
@@ -397,8 +346,8 @@ class Observation:
             end = _End(_OBSERVING, self._failure or "", socket.gethostname(), time.time())
         self._board.publish(f"ended/{rank}", end)
         if rank != 0:
-            if failure and self._replay is not None and self.folder is not None:
-                paths.replay_file(self.folder, rank).unlink(missing_ok=True)
+            if failure and self._oracle is not None and self.folder is not None:
+                self._oracle.withdraw(self.folder)
             if self._keeper.folder is not None:
                 self._keep_part(end)
             elif failure and not self._board.await_one("ended/0", _OTHERS_OF_A_FAILURE_S):
@@ -407,8 +356,7 @@ class Observation:
         if not self.built and not failure:
             self._say(describe(self._attachment.elsewhere, self._topology.world_size))
         self._board.await_all("ended", _OTHERS_OF_A_FAILURE_S if failure else _OTHERS_S)
-        if self._replay is not None and self._facts is not None:
-            self._facts = replace(self._facts, proof=self._prove(self._replay, failure))
+        self._compare(failed=bool(failure))
         ends = {r: self._board.find(f"ended/{r}", _End) for r in range(self._topology.world_size)}
         failed = sorted(
             ((r, e) for r, e in ends.items() if e is not None and e.message),
@@ -419,6 +367,20 @@ class Observation:
             failures=tuple(Failure(r, e.phase, e.message, e.hostname) for r, e in failed),
         )
 
+    def _compare(self, *, failed: bool) -> None:
+        """Has the oracle, if there is one, judge the gradients of the kept step."""
+        level, facts = self._description.level, self._description.facts
+        if self._oracle is None or self.folder is None or level is None or facts is None:
+            return
+        proof = self._oracle.prove(
+            self.folder,
+            self._board,
+            ranks=self._topology.world_size,
+            accumulation=level.accumulation,
+            failed=failed,
+        )
+        self._description.facts = replace(facts, proof=proof)
+
     def _keep_part(self, end: _End) -> None:
         """Completes the description of a folder that this node keeps for itself."""
         failures = (
@@ -427,35 +389,6 @@ class Observation:
             else ()
         )
         self._keep(status="failed" if failures else "complete", failures=failures)
-
-    # -- the replay ---------------------------------------------------------------------------
-
-    def _share(self, replay: Replay) -> None:
-        """Has this rank's micro-batches wait for rank 0 in the run folder."""
-        assert self.folder is not None
-        rank = self._topology.rank
-        if not paths.run_file(self.folder).is_file():
-            # Nobody would ever fetch them there, nor remove them.
-            replay.kept.give_up("its node does not see the run folder")
-        problem = replay.share(paths.replay_file(self.folder, rank))
-        if problem is not None:
-            self._board.publish(f"replay/{rank}", problem)
-
-    def _prove(self, replay: Replay, failure: str | None) -> BatchProof:
-        """Computes the kept step again on rank 0, when the script has ended."""
-        assert self.folder is not None
-        files = [paths.replay_file(self.folder, r) for r in range(self._topology.world_size)]
-        try:
-            if failure:
-                return not_compared("the script has failed")
-            return replay.prove(
-                self._level.accumulation if self._level else 1,
-                files.__getitem__,
-                lambda rank: self._board.find(f"replay/{rank}", str),
-            )
-        finally:
-            for file in files:
-                file.unlink(missing_ok=True)
 
     def _keep_for_rank_0(self, end: _End) -> None:
         """Notes a failure in ``run.json`` from another rank: rank 0 trains on, and will be killed.
@@ -474,96 +407,10 @@ class Observation:
         """Writes what is known so far, on rank 0 and where a node keeps a folder of its own."""
         if self._keeper.folder is None:
             return
-        if self._level is not None and self._facts is not None:
-            places = self._places()
-            facts = replace(self._facts, feeds=self._feeds())
-            changes |= {"levels": (self._level,), "facts": (facts,), "ranks": places}
-            changes |= {"environment": self._environments(places)}
-            if self._topology.rank == 0:
-                changes |= {"clocks": self._clocks.found()}
-        self._keeper.update(**changes)
-
-    def _describe(self, *, final: bool) -> None:
-        """Describes what the script turned out to do, by what this rank has seen.
-
-        Args:
-            final: Whether DDP has built its buckets for good: not before the second step.
-        """
-        attachment, tracker = self._attachment, self._attachment.tracker
-        reduced = attachment.reduced()
-        buckets = attachment.bucket_bytes() if final else None
-        first, before = attachment.ddps[0], self._facts
-        ddps, optimized = attachment.describe_ddps(), attachment.optimized
-        if before is not None:
-            # Models may be gone by now; digests were taken in the warm-up only.
-            ddps = ddps if len(ddps) >= len(before.ddps) else before.ddps
-            optimized = optimized or before.optimized
-        if first.process_group.size() > self._topology.world_size:
-            raise UsageError(
-                f"DistributedDataParallel has {first.process_group.size()} ranks, and observing "
-                f"began when only {self._topology.world_size} was known.",
-                "Begin to observe after init_process_group, or start the ranks with torchrun.",
-            )
-        self._facts = LevelFacts(
-            id=LEVEL,
-            parameters=sum(p.numel() for p in reduced.values()),
-            gradient_bytes=sum(p.nbytes for p in reduced.values()),
-            num_buckets=len(buckets) if buckets else None,
-            bucket_bytes=buckets,
-            sources=attachment.sources,
-            reduced=tuple(ParameterFacts(name, p.nbytes) for name, p in reduced.items()),
-            loss_divisor=attachment.loss_divisor,
-            built_by=ddps[0].built_by,
-            ddps=ddps,
-            optimized=optimized,
-            reduced_outside_bytes=attachment.recorder.reduced_outside_bytes,
-        )
-        self._level = LevelSettings(
-            id=LEVEL,
-            dp=first.process_group.size(),
-            micro_batch=typical(tracker.samples, 1),
-            accumulation=typical(tracker.micro_steps, 1),
-            placement="packed",
-            ranks=tuple(range(self._topology.world_size)),
-        )
-        if self._topology.local_rank == 0 and not self._node_described:
-            self._node_described = True
-            own = environment.describe(
-                next(first.parameters()).device,
-                torch.get_num_threads(),
-                self._topology.local_world_size,
-                first.process_group._get_backend_name().lower(),
-            )
-            self._board.publish(f"environment/{self._topology.rank}", own)
-
-    def _environments(self, places: tuple[RankPlace, ...]) -> dict[str, dict[str, Any]]:
-        """Returns what the first rank of each node has said of it, by node."""
-        found: dict[str, dict[str, Any]] = {}
-        for place in places:
-            own = self._board.find(f"environment/{place.rank}") if place.local_rank == 0 else None
-            if own is not None:
-                found.setdefault(str(place.node), own)
-        return found
-
-    def _feeds(self) -> tuple[RankFeed, ...]:
-        """Returns what feeds training on the ranks that have said so."""
-        ranks = range(self._topology.world_size)
-        found = [self._board.find(f"feed/{rank}", RankFeed) for rank in ranks]
-        return tuple(feed for feed in found if feed is not None)
-
-    def _places(self) -> tuple[RankPlace, ...]:
-        """Returns where the ranks run that have built a model so far."""
-        if len(self._known_places) == self._topology.world_size:
-            return self._known_places
-        found = []
-        nodes: dict[str, int] = {}
-        for rank in range(self._topology.world_size):
-            place: RankPlace | None = self._board.find(f"place/{rank}", RankPlace)
-            if place is not None:
-                node = nodes.setdefault(place.hostname, len(nodes))
-                found.append(replace(place, node=node))
-        self._known_places = tuple(found)
-        return self._known_places
+        known = self._description.fields()
+        if known and self._topology.rank == 0:
+            known["clocks"] = self._clocks.found()
+        self._keeper.update(**known, **changes)
 
 
 def _plan(config: ScriptConfig) -> Iterator[tuple[Variant | None, int]]:
