@@ -44,7 +44,7 @@ def test_without_the_mistakes_there_is_no_finding(fed):
     run = fed("right", "sampler", "windows", "waiting")
     assert findings(run) == {}
     level = run.level("script")
-    assert level["batch_check"]["notes"] == []
+    assert not [note for note in level["batch_check"]["notes"] if "epoch" in note]
     loaders = level["feeding"]["loaders"]
     shares = [(f["rank"], f["loaders"][0]["replica"], len(f["digests"])) for f in loaders]
     assert shares == [(0, 0, 4), (1, 1, 4)]
