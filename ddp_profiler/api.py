@@ -12,6 +12,7 @@ as it was, is that of a script, see docs/scripts.md.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.util
 import re
 import sys
@@ -165,9 +166,12 @@ class Profiling:
                 self._say(f"the result could not be shown: {error}. It is kept in {folder}.")
 
     def _say(self, text: str) -> None:
-        """Shows text on stderr; what names of files and hosts hold is made safe for a terminal."""
-        if sys.stderr is not None:
-            safe = "\n".join(units.printable(line) for line in _as_python(text).split("\n"))
+        """Shows text on stderr; what names of files and hosts hold is made safe for a terminal.
+
+        Where nobody reads stderr any more, nothing is shown, and the program goes on.
+        """
+        safe = "\n".join(units.printable(line) for line in _as_python(text).split("\n"))
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(f"{NAME}: {safe}\n")
             sys.stderr.flush()
 
@@ -183,6 +187,7 @@ def profile(
     every: int | None = None,
     batch_dim: int = ScriptConfig.batch_dim,
     expect_global_batch: int | None = None,
+    replay: str | None = None,
     out: str | Path | None = None,
     timeout: float = ScriptConfig.timeout_s,
     name: str | None = None,
@@ -202,6 +207,8 @@ def profile(
         every: Observe as many again every so many optimizer steps, until the block ends.
         batch_dim: Dimension of the model's first input tensor that counts samples.
         expect_global_batch: The global batch that you believe to have; checked.
+        replay: ``package.module:function``, your own loss of the whole global batch, which the
+            gradients of one step are compared with; see docs/scripts.md.
         out: Run folder to create; a fresh one below ``runs/`` where None.
         timeout: Seconds after which waiting for other ranks at the begin is given up.
         name: What the run is called; the program's name where None.
@@ -221,6 +228,7 @@ def profile(
             every=every,
             batch_dim=batch_dim,
             expect_global_batch=expect_global_batch,
+            replay=replay,
             out=None if out is None else Path(out),
             timeout_s=timeout,
             debug=debug,

@@ -84,9 +84,13 @@ def _complain(error: DdpProfilerError, speaks: bool) -> int:
 
 
 def _say(text: str) -> None:
-    """Shows text; what names of files, hosts and models hold is made safe for a terminal."""
+    """Shows text; what names of files, hosts and models hold is made safe for a terminal.
+
+    Where nobody reads stderr any more, nothing is shown: training and measuring go on.
+    """
     safe = "\n".join(units.printable(line) for line in text.split("\n"))
-    print(f"{NAME}: {safe}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):
+        print(f"{NAME}: {safe}", file=sys.stderr, flush=True)
 
 
 def _run_script(config: ScriptConfig, topology: Topology) -> int:

@@ -269,11 +269,15 @@ def _needless(spans: Columns, steps: Steps) -> _Needless:
 
 
 def _reduces_itself(spans: Mapping[int, Columns], facts: LevelFacts) -> bool:
-    own = facts.reduced_outside_bytes
+    """Tells whether a script reduces as many bytes in a step by itself as its gradients have."""
+    most = 0.0
     for rank in spans.values():
+        steps = max(int((rank["kind"] == SpanKind.STEP).sum()), 1)
         in_backward = (rank["kind"] == SpanKind.BACKWARD_COMM) & (rank["bytes"] != NULL)
-        own = max(own, int(rank["bytes"][in_backward].sum()))
-    return own >= max(_ALMOST_ALL * facts.gradient_bytes, 1)
+        # Bytes outside of backward were counted on rank 0, in all observed steps together.
+        own = max(facts.reduced_outside_bytes, int(rank["bytes"][in_backward].sum()))
+        most = max(most, own / steps)
+    return most >= max(_ALMOST_ALL * facts.gradient_bytes, 1)
 
 
 def _compare(

@@ -11,6 +11,7 @@ out, it is said once, and training goes on.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -117,6 +118,7 @@ class Attachment:
         )
         self._thread = threading.get_ident()
         self._built = 0
+        self._between_blocks = False
         self._depth: dict[str, int] = {}
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._handles: list[Any] = []
@@ -201,6 +203,7 @@ class Attachment:
             if (
                 torch.compiler.is_compiling()
                 or not self.installed
+                or self._between_blocks
                 or threading.get_ident() != self._thread
             ):
                 return original(*args, **keywords)
@@ -215,14 +218,23 @@ class Attachment:
         try:
             return step(*arguments, **keywords)
         except Exception as error:
-            try:
+            # Nothing of this may reach the training, whatever state our own things are in.
+            with contextlib.suppress(Exception):
                 self.uninstall()
-            finally:
+            with contextlib.suppress(Exception):
                 self._on_failure(error)
             return None
 
     def _switch(self, variant: Variant | None) -> None:
         """Attaches to DDP or detaches from it, between two steps."""
+        # What we write and send meanwhile is no act of the script.
+        self._between_blocks = True
+        try:
+            self._begin_block(variant)
+        finally:
+            self._between_blocks = False
+
+    def _begin_block(self, variant: Variant | None) -> None:
         if variant is not None:
             self._wake()
             for adapter in self._adapters:
@@ -429,10 +441,12 @@ class Attachment:
 
     def _end_fetch(self, begin: Any, iterator: Any, batch: Any) -> None:
         # Frameworks evaluate the module inside DDP, whose calls are not seen.
-        training = [ddp.module.training for ddp in self.ddps]
+        end = self.recorder.mark()
+        # When a window begins none was called in it yet: then all that were ever seen count.
+        training = [ddp.module.training for ddp in self.ddps or self._constructions.keys()]
         evaluates = not torch.is_grad_enabled() or (bool(training) and not any(training))
-        self.tracker.fetched(begin, self.recorder.mark(), evaluates=evaluates)
-        self.feed.fetched(iterator, batch, compares=self.tracker.warming_up)
+        self.tracker.fetched(begin, end, evaluates=evaluates)
+        self.feed.fetched(iterator, batch, compares=self.tracker.warming_up, evaluates=evaluates)
         if self._kept is not None:
             self._kept.fetched(self.tracker.step, iterator, batch)
 

@@ -310,9 +310,13 @@ def _observed_register_comm_hook(self: DDP, state: object, hook: Callable[..., A
         _original_register_comm_hook(self, state, hook)
         return
 
+    # DDP keeps its hook in C++, where nobody finds a cycle: strongly it would live for ever.
+    observed_ddp = weakref.ref(self)
+
     @untraced
     def observed(state: object, bucket: Any) -> Any:
-        recorder, number = _observers.get(self, (None, None))
+        ddp = observed_ddp()
+        recorder, number = (None, None) if ddp is None else _observers.get(ddp, (None, None))
         span = recorder and recorder.hand_over(SpanKind.GRADIENT, bucket.buffer().nbytes, number)
         with Unobserved():
             future = hook(state, bucket)

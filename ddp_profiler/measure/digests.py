@@ -132,6 +132,8 @@ class Digests:
         self._due = sorted({max(min(1, warmup - 2), 0), warmup - 1}) if warmup > 0 else []
         self._step = -1
         self._seen: set[int] = set()
+        self._others: dict[int, tuple[str, ParameterPlace]] = {}
+        """Of this step: names and places of parameters that a DDP holds and does not reduce."""
         self._entries: dict[int, _Entry] = {}
 
     @property
@@ -142,6 +144,7 @@ class Digests:
     def let_go(self) -> None:
         """Forgets the parameters."""
         self._entries.clear()
+        self._others.clear()
 
     def wanted(self, step: int) -> bool:
         """Tells whether digests are taken when an optimizer steps in this step."""
@@ -162,8 +165,11 @@ class Digests:
         if step != self._step:
             self._step, self._seen = step, set()
             self._due = [due for due in self._due if due > step]
+            places = self._places()
             for name, parameter in self._reduced().items():
-                self._enter(parameter, name, *self._place(parameter))
+                place = places.get(id(parameter), (ParameterPlace.OUTSIDE, -1))
+                self._enter(parameter, name, *place)
+            self._others = self._unreduced()
             points += self._buffers()
         points += self._gradients(optimizer)
         values = _told(points)
@@ -202,7 +208,8 @@ class Digests:
     def _ordinal(self, parameter: nn.Parameter, name: str) -> int:
         entry = self._entries.get(id(parameter))
         if entry is None:
-            entry = self._enter(parameter, *self._look_up(parameter, name))
+            other = self._others.get(id(parameter), (name, ParameterPlace.OUTSIDE))
+            entry = self._enter(parameter, *other)
         return entry.ordinal
 
     def _enter(
@@ -215,23 +222,26 @@ class Digests:
             self._entries[id(parameter)] = known
         return known
 
-    def _look_up(self, parameter: nn.Parameter, name: str) -> tuple[str, ParameterPlace]:
-        """Returns the name and place of a parameter that no DDP reduces."""
+    def _unreduced(self) -> dict[int, tuple[str, ParameterPlace]]:
+        """Returns name and place of all parameters in DDPs, for those that none reduces."""
+        found: dict[int, tuple[str, ParameterPlace]] = {}
         for ddp in self._ddps:
-            for own, candidate in ddp.module.named_parameters():
-                if candidate is parameter:
-                    ignored = own in getattr(ddp, "parameters_to_ignore", ())
-                    return own, ParameterPlace.IGNORED if ignored else ParameterPlace.FROZEN
-        return name, ParameterPlace.OUTSIDE
+            ignored = set(getattr(ddp, "parameters_to_ignore", ()))
+            for name, parameter in ddp.module.named_parameters():
+                place = ParameterPlace.IGNORED if name in ignored else ParameterPlace.FROZEN
+                found.setdefault(id(parameter), (name, place))
+        return found
 
-    def _place(self, parameter: nn.Parameter) -> tuple[ParameterPlace, int]:
-        """Tells which DDP reduces a parameter that one does, and whether over all ranks."""
+    def _places(self) -> dict[int, tuple[ParameterPlace, int]]:
+        """Returns which DDP holds each parameter, and whether that reduces over all ranks."""
         world = torch.distributed.get_world_size()
+        found: dict[int, tuple[ParameterPlace, int]] = {}
         for number, ddp in enumerate(self._ddps):
-            if any(own is parameter for own in ddp.module.parameters()):
-                whole = ddp.process_group.size() == world
-                return ParameterPlace.REDUCED if whole else ParameterPlace.SUBGROUP, number
-        return ParameterPlace.OUTSIDE, -1
+            whole = ddp.process_group.size() == world
+            place = ParameterPlace.REDUCED if whole else ParameterPlace.SUBGROUP
+            for parameter in ddp.module.parameters():
+                found.setdefault(id(parameter), (place, number))
+        return found
 
 
 def _tried(tensor: Tensor, like: Tensor | None = None) -> Tensor | None:

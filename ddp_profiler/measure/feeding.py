@@ -7,6 +7,7 @@ longer be what it was. Nothing here reads a device.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -65,6 +66,14 @@ _PADDING_MASK = "key_padding_mask"
 """torch's own layers: true where there is padding."""
 
 
+@dataclass(frozen=True)
+class _Fetched:
+    """A batch as it was fetched: its samples and digest, None where they cannot be told."""
+
+    samples: int | None
+    digest: int | None
+
+
 # -- loaders --------------------------------------------------------------------------------------
 
 
@@ -92,42 +101,58 @@ class FeedWatch:
         self._known: weakref.WeakKeyDictionary[Any, LoaderFacts | None] = (
             weakref.WeakKeyDictionary()
         )
-        self._of_datasets: dict[int, int | None] = {}
-        self._names: dict[int, tuple[str, ...]] = {}
+        self._of_datasets: dict[int, tuple[weakref.ref[Any], int | None]] = {}
+        self._names: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
         self._pending: list[LoaderFacts] = []
-        self._batches: list[tuple[int | None, int | None]] = []
-        """Samples and digest of what was fetched and has not entered forward yet."""
+        self._batches: list[_Fetched] = []
+        """What was fetched and has not entered forward yet."""
+        self._doubtful: tuple[LoaderFacts | None, _Fetched | None] = (None, None)
+        """The last fetch, where it seems to be for an evaluation: unless training takes it."""
 
     def meet(self, iterator: Any) -> None:
         """Notes an iterator that is about to give a batch; its first batch may change it."""
         _quietly(lambda: self._meet(iterator))
 
-    def fetched(self, iterator: Any, batch: Any, *, compares: bool) -> None:
+    def fetched(
+        self, iterator: Any, batch: Any, *, compares: bool, evaluates: bool = False
+    ) -> None:
         """Notes a batch that an iterator has given.
 
         Args:
             iterator: The DataLoader's iterator.
             batch: What it gave.
             compares: Whether there is time for a digest.
+            evaluates: Whether it seems to be for an evaluation. It counts only if a training
+                call follows before the next fetch.
         """
         facts = _quietly(lambda: self._known.get(iterator))
-        if facts is not None and facts not in self._pending:
-            self._pending.append(facts)
+        fetched = None
         if compares and len(self.digests) + len(self._batches) < _MOST_DIGESTS:
             samples = _quietly(lambda: number_of_samples(batch, self._batch_dim))
-            self._batches.append((samples, _quietly(lambda: batch_digest(batch))))
+            fetched = _Fetched(samples, _quietly(lambda: batch_digest(batch)))
+        self._doubtful = (facts, fetched) if evaluates else (None, None)
+        if not evaluates:
+            self._await(facts, fetched)
+
+    def _await(self, facts: LoaderFacts | None, fetched: _Fetched | None) -> None:
+        if facts is not None and facts not in self._pending:
+            self._pending.append(facts)
+        if fetched is not None:
+            self._batches.append(fetched)
 
     def tokens(self, ddp: Any, inputs: object) -> Tokens | None:
         """Counts the tokens of a call of DDP; see :func:`number_of_tokens`."""
-        if id(ddp) not in self._names:
-            self._names[id(ddp)] = _quietly(lambda: parameter_names(ddp.module)) or ()
-        found: Tokens | None = _quietly(lambda: number_of_tokens(inputs, self._names[id(ddp)]))
+        if ddp not in self._names:
+            self._names[ddp] = _quietly(lambda: parameter_names(ddp.module)) or ()
+        found: Tokens | None = _quietly(lambda: number_of_tokens(inputs, self._names[ddp]))
         return found
 
     def trained(self, samples: int | None, *, joins: bool = False) -> None:
         """Notes that training has called the model with so many samples."""
         changed = joins and not self.joins
         self.joins = self.joins or joins
+        doubtful, self._doubtful = self._doubtful, (None, None)
+        self._await(*doubtful)
         pending, self._pending = self._pending, []
         for facts in pending:
             # A data set may fill a cache of its own; it is the same one nevertheless.
@@ -136,10 +161,10 @@ class FeedWatch:
                 self.loaders.append(facts)
                 changed = True
         if self._batches:
-            of_batch, digest = self._batches.pop(0)
+            fetched = self._batches.pop(0)
             # A script may fetch the whole batch on every rank and train on a share of it.
-            if digest is not None and of_batch == samples:
-                self.digests.append(digest)
+            if fetched.digest is not None and fetched.samples == samples:
+                self.digests.append(fetched.digest)
                 changed = True
         if changed:
             self._on_change()
@@ -148,16 +173,24 @@ class FeedWatch:
         """Notes that the model was called without gradients: what was fetched was for that."""
         self._pending.clear()
         self._batches.clear()
+        self._doubtful = (None, None)
 
     def _meet(self, iterator: Any) -> None:
         if iterator not in self._known:
             self._known[iterator] = _quietly(lambda: self._describe(iterator))
 
     def _describe(self, iterator: Any) -> LoaderFacts:
-        dataset = iterator._dataset
-        if id(dataset) not in self._of_datasets:
-            self._of_datasets[id(dataset)] = _quietly(lambda: state_digest(dataset))
-        return replace(describe(iterator), dataset_digest=self._of_datasets[id(dataset)])
+        return replace(describe(iterator), dataset_digest=self._digest_of(iterator._dataset))
+
+    def _digest_of(self, dataset: Any) -> int | None:
+        """Returns the digest of a data set's state, taken once as long as it lives."""
+        known = self._of_datasets.get(id(dataset))
+        if known is not None and known[0]() is dataset:
+            return known[1]
+        digest: int | None = _quietly(lambda: state_digest(dataset))
+        with contextlib.suppress(TypeError):  # Some cannot be referred to weakly.
+            self._of_datasets[id(dataset)] = weakref.ref(dataset), digest
+        return digest
 
 
 def describe(iterator: Any) -> LoaderFacts:

@@ -83,6 +83,8 @@ class Description:
     def update(self, *, final: bool) -> None:
         """Describes what the script turned out to do, by what this rank has seen.
 
+        Where no model was called since the last time, nothing changes.
+
         Args:
             final: Whether DDP has built its buckets for good: not before the second step.
 
@@ -90,6 +92,8 @@ class Description:
             UsageError: DDP has more ranks than were known when observing began.
         """
         attachment, tracker = self._attachment, self._attachment.tracker
+        if not attachment.ddps:
+            return
         reduced = attachment.reduced()
         buckets = attachment.bucket_bytes() if final else None
         first, before = attachment.ddps[0], self.facts

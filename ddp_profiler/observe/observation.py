@@ -7,6 +7,7 @@ here fails, it is said once and training goes on as if we were not there.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import socket
 import time
@@ -261,7 +262,8 @@ class Observation:
             # What it holds the script may want to free.
             self._oracle.kept.give_up("observing has failed")
         if self._config.debug:
-            traceback.print_exception(error)
+            with contextlib.suppress(OSError, ValueError):
+                traceback.print_exception(error)
         self._say(
             f"observing rank {self._topology.rank} has failed and ends; training goes on "
             f"({self._failure}). --debug shows the stack trace."

@@ -205,9 +205,11 @@ def test_a_hook_of_the_script_may_mean_it():
     [
         (((5, 6), (4, 7)), 0, [("never-reduced", "error")]),
         (((5, 6), (5, 6)), 0, [("never-reduced", "error")]),
-        # It reduces gradients by itself; or something else, such as weights.
-        (((5, 6), (5, 6)), 400, []),
-        (((5, 6), (4, 7)), 400, [("never-reduced", "warning")]),
+        # In 4 observed steps it reduces gradients by itself; or something else, such as weights.
+        (((5, 6), (5, 6)), 1600, []),
+        (((5, 6), (4, 7)), 1600, [("never-reduced", "warning")]),
+        # A loss for the log, in every step: in all of them as much as the gradients of one.
+        (((5, 6), (4, 7)), 400, [("never-reduced", "error")]),
     ],
 )
 def test_gradients_that_are_never_reduced(digests, itself, findings):
