@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_profiler.measure.attachment import Attachment
 from ddp_profiler.measure.clock import HostTimeline
 from ddp_profiler.measure.marks import Recorder
+from ddp_profiler.measure.scripts.attachment import Attachment
 from ddp_profiler.schema import Variant
 
 ROUNDS = 40

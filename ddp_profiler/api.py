@@ -27,7 +27,7 @@ from ddp_profiler.conclusion import check_expectation, conclude
 from ddp_profiler.config import ScriptConfig
 from ddp_profiler.errors import DdpProfilerError, UsageError
 from ddp_profiler.load import load_summary
-from ddp_profiler.measure.default_group import find_place
+from ddp_profiler.measure.scripts.default_group import find_place
 from ddp_profiler.observe.observation import Observation, failure_of
 from ddp_profiler.report import console
 

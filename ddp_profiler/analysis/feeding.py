@@ -1,270 +1,296 @@
-"""Findings about what feeds a script's training: samples, windows, unequal ranks, waiting."""
+"""What entered a script's training: micro-batches, tokens, incomplete windows, loaders, epochs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from ddp_profiler import units
-from ddp_profiler.analysis.observed import Feeding
-from ddp_profiler.analysis.results import Finding, LevelResult
-from ddp_profiler.analysis.windows import list_windows
-from ddp_profiler.batch import by_value, unequal
-from ddp_profiler.schema import LoaderFacts, RankFeed
+import numpy as np
 
-_WAITING_SHARE = 0.1
-_WAITING_MS = 1.0
-_WAITS_MORE = 2.0
-"""A rank waits more than the others where it waits so many times as long as their mean."""
-_WHOLE = ("sequential", "random")
+from ddp_profiler.analysis import statistics
+from ddp_profiler.analysis.left_out import LeftOut, Window
+from ddp_profiler.analysis.parts import NULL, Columns, Floats, Ints, step_keys
+from ddp_profiler.batch import SHORT, Batch, Epoch, dealt_epoch, epoch
+from ddp_profiler.schema import LevelFacts, LevelSettings, RankFeed, SpanKind, Variant
 
-
-def find_feeding(levels: Sequence[LevelResult]) -> Iterator[Finding]:
-    """Returns what is wrong with what feeds training; also of levels without a measured step."""
-    for level in levels:
-        if level.feeding is None:
-            continue
-        yield from _about_samples(level, level.feeding)
-        yield from _about_unequal(level, level.feeding)
-        yield from _about_windows(level, level.feeding)
-        yield from _about_waiting(level, level.feeding)
+_VARIES = 0.01
+"""Tokens vary where the most and the least of a rank's steps are apart by this share."""
 
 
-def explains_mismatch(level: LevelResult) -> bool:
-    """Tells whether unequal ranks are all that is wrong with a level's global batch."""
-    check = level.batch_check
-    return (
-        level.feeding is not None
-        and level.dp >= len(level.feeding.ranks)
-        and bool(_unequal(level.feeding))
-        and check.declared in (None, check.observed)
-    )
+@dataclass(frozen=True)
+class RankTokens:
+    """Tokens that entered one rank in a step."""
+
+    rank: int
+    step_min: int
+    step_median: float
+    step_max: int
 
 
-# -- the same samples on several ranks ------------------------------------------------------------
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens that entered forward in a step, summed over ranks.
 
-
-def _about_samples(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
-    feeds = feeding.loaders
-    # With fewer replicas than ranks, some ranks have to train on the same samples.
-    if level.dp < 2 or len(feeds) != level.dp or any(not feed.loaders for feed in feeds):
-        return
-    same, evidence = _same_share(feeds)
-    if not same:
-        same, evidence = _same_batches(feeds)
-    if same:
-        who = "all ranks" if len(same) == level.dp else units.ranks(same)
-        yield Finding(
-            id="same-samples",
-            severity="error",
-            message=f"{level.id}: {who} train on the same samples: the work of "
-            f"{len(same) - 1} of {len(same)} ranks is for nothing. {_remedy(feeds)}",
-            evidence=evidence,
-        )
-        return
-    first = [feed.loaders[0] for feed in feeds]
-    # Ranks that shuffle alone differ in their batches; in order they differ only if the data do.
-    random = all(loader.sampling == "random" for loader in first)
-    alike = {(v.dataset, v.dataset_size, v.dataset_digest) for v in first}
-    unseen = not any(feed.digests for feed in feeds)
-    if (
-        all(loader.sampling in _WHOLE for loader in first)
-        and (random or unseen)
-        and len(alike) == 1
-        and first[0].dataset_digest is not None
-    ):
-        yield Finding(
-            id="no-distributed-sampler",
-            severity="warning",
-            message=f"{level.id}: every rank draws from all samples of the same data set, so an "
-            f"epoch trains {level.dp} times on each. {_remedy(feeds)}",
-            evidence=f"{first[0].sampler} over {first[0].dataset_size} samples of "
-            f"{units.printable(first[0].dataset)} on each of {level.dp} ranks, whose data sets "
-            "hold the same",
-        )
-
-
-def _same_share(feeds: Sequence[RankFeed]) -> tuple[list[int], str]:
-    """Returns ranks whose samplers take the same share, and how it was seen."""
-    shares: dict[tuple[str, int | None, int | None], list[int]] = {}
-    for feed in feeds:
-        loader = feed.loaders[0]
-        if loader.num_replicas is not None and loader.replica is not None:
-            share = (loader.sampling, loader.num_replicas, loader.replica)
-            shares.setdefault(share, []).append(feed.rank)
-    for (_, replicas, replica), ranks in shares.items():
-        if len(ranks) > 1:
-            return ranks, f"their samplers take share {replica} of {replicas}"
-    return [], ""
-
-
-def _same_batches(feeds: Sequence[RankFeed]) -> tuple[list[int], str]:
-    """Returns ranks whose first batches were equal, and how it was seen.
-
-    Batches that are all alike, as of made-up data, say nothing.
+    Attributes:
+        step_min: The least.
+        step_median: The median.
+        step_max: The most.
+        step_mean: Mean of the plain steps; the others have marks.
+        imbalance: Mean over steps of most / mean over ranks, padding included, since that is
+            computed too; 1 where all ranks have the same.
+        padding_fraction: Share of the places that hold padding; None where no mask says so.
+        ranks: The same of each rank.
     """
-    count = min(len(feed.digests) for feed in feeds)
-    equal: dict[tuple[int, ...], list[int]] = {}
-    for feed in feeds:
-        equal.setdefault(feed.digests[:count], []).append(feed.rank)
-    for digests, ranks in equal.items():
-        if len(ranks) > 1 and len(set(digests)) > 1:
-            return ranks, f"their first {count} batches were equal, value by value"
-    return [], ""
+
+    step_min: int
+    step_median: float
+    step_max: int
+    step_mean: float | None
+    imbalance: float
+    padding_fraction: float | None
+    ranks: tuple[RankTokens, ...]
 
 
-def _remedy(feeds: Sequence[RankFeed]) -> str:
-    kinds = {feed.loaders[0].sampling for feed in feeds}
-    if "iterable" in kinds:
-        return "Have the iterable data set give each rank its own share."
-    if "distributed" in kinds:
-        return "Leave num_replicas and rank of DistributedSampler to it, or give each rank its own."
-    return "Give the DataLoader sampler=DistributedSampler(dataset)."
+@dataclass(frozen=True)
+class RankBatch:
+    """What one rank trains on in most of its steps; None where no number is that of most.
+
+    Attributes:
+        rank: Global rank.
+        micro_batch: Samples of a micro-step.
+        micro_steps: Micro-steps of a step.
+        data_ms: Waiting for its DataLoader in a step, mean; None without recorded steps.
+        data_ci95_ms: 95 % interval of that mean, from a block bootstrap over steps.
+    """
+
+    rank: int
+    micro_batch: int | None
+    micro_steps: int | None
+    data_ms: float | None = None
+    data_ci95_ms: tuple[float, float] | None = None
 
 
-# -- unequal ranks --------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Feeding:
+    """What entered a script's training.
+
+    Attributes:
+        ranks: Micro-batch and micro-steps of each rank.
+        tokens: Tokens; None where there are none.
+        windows: Incomplete steps.
+        epoch: What becomes of an epoch's samples; None where the loaders do not tell.
+        loaders: What fed each rank.
+        notes: What a reader has to know.
+    """
+
+    ranks: tuple[RankBatch, ...]
+    tokens: Tokens | None
+    windows: tuple[Window, ...]
+    epoch: Epoch | None
+    loaders: tuple[RankFeed, ...]
+    notes: tuple[str, ...]
 
 
-def _unequal(feeding: Feeding) -> list[tuple[str, Mapping[int, int]]]:
-    """Returns what ranks have unequal numbers of in a step."""
-    counts = (
-        ("samples a micro-step", {r.rank: r.micro_batch for r in feeding.ranks}),
-        ("micro-steps a step", {r.rank: r.micro_steps for r in feeding.ranks}),
-    )
-    return [(what, known) for what, numbers in counts if (known := unequal(numbers))]
+def observe(
+    columns_by_rank: Mapping[int, Columns],
+    index: int,
+    level: LevelSettings,
+    facts: LevelFacts | None,
+    out: LeftOut,
+) -> Feeding | None:
+    """Puts together what entered a script's training; None for a level of a study.
 
-
-def _epoch_lengths(feeding: Feeding) -> Mapping[int, int]:
-    """Returns micro-batches of an epoch by rank where they are unequal; else nothing."""
-    if any(feed.joins or not feed.loaders for feed in feeding.loaders):
-        return {}
-    return unequal({feed.rank: feed.loaders[0].batches for feed in feeding.loaders})
-
-
-def _about_unequal(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
-    if level.dp < len(feeding.ranks):
-        # Several groups train: which ranks belong together is not known.
-        return
-    different, lengths = _unequal(feeding), _epoch_lengths(feeding)
-    if not different and not lengths:
-        return
-    numbers = [*different, *([("micro-batches an epoch", lengths)] if lengths else [])]
-    text = f"{level.id}: ranks have unequal numbers of {_joined([what for what, _ in numbers])}."
-    evidence = "; ".join(f"{what}: {by_value(known)}" for what, known in numbers)
-    each = {
-        rank.rank: rank.micro_batch * rank.micro_steps
-        for rank in feeding.ranks
-        if rank.micro_batch is not None and rank.micro_steps is not None
+    Args:
+        columns_by_rank: Spans by column of the level's ranks.
+        index: Index of the level.
+        level: Its settings.
+        facts: What the worker found out.
+        out: Steps that figures leave out.
+    """
+    spans = {
+        rank: _kept(columns, index, out.keys, (Variant.PLAIN, Variant.INSTRUMENTED))
+        for rank, columns in columns_by_rank.items()
     }
-    weighed = bool(different) and len(set(each.values())) > 1
-    if weighed:
-        small, large = min(each, key=lambda r: each[r]), max(each, key=lambda r: each[r])
+    feeds = facts.feeds if facts else ()
+    if not feeds and not any(_steps(rank)["step"].size for rank in spans.values()):
+        return None
+    ranks = tuple(_rank_batch(rank, values) for rank, values in spans.items())
+    tokens = _tokens(spans)
+    found_epoch = _epoch(level, feeds, out.windows)
+    notes = []
+    if tokens is not None:
+        notes += _token_notes(ranks, tokens, level.dp)
+    if found_epoch is not None and found_epoch.rounding:
+        where = f"on {level.dp} ranks" if level.dp > 1 else "on 1 rank"
+        rounding = "; ".join(found_epoch.rounding)
+        notes.append(f"An epoch of {found_epoch.samples} samples {where}: {rounding}.")
+    return Feeding(ranks, tokens, out.windows, found_epoch, feeds, tuple(notes))
+
+
+def _kept(columns: Columns, index: int, out: Ints, variants: Sequence[Variant]) -> dict[str, Ints]:
+    chosen = (columns["level"] == index) & np.isin(columns["variant"], variants)
+    chosen &= ~np.isin(step_keys(columns["repetition"], columns["step"]), out)
+    return {name: values[chosen].astype(np.int64) for name, values in columns.items()}
+
+
+def _steps(spans: Mapping[str, Ints]) -> dict[str, Ints]:
+    # Only scripts count micro-steps in the span of a step.
+    chosen = (spans["kind"] == SpanKind.STEP) & (spans["index"] >= 0)
+    return {name: values[chosen] for name, values in spans.items()}
+
+
+def _rank_batch(rank: int, spans: Mapping[str, Ints]) -> RankBatch:
+    samples = spans["samples"][spans["kind"] == SpanKind.FORWARD]
+    waits = _waits_ms(spans)
+    return RankBatch(
+        rank=rank,
+        micro_batch=_usual(samples[samples != NULL]),
+        micro_steps=_usual(_steps(spans)["index"]),
+        data_ms=float(waits.mean()) if len(waits) else None,
+        data_ci95_ms=statistics.block_bootstrap(waits, lambda v: np.mean(v, axis=-1)),
+    )
+
+
+def _waits_ms(spans: Mapping[str, Ints]) -> Floats:
+    """Returns the waiting for data of each recorded step in ms, in order."""
+    steps = _steps(spans)
+    recorded = steps["variant"] == int(Variant.INSTRUMENTED)
+    keys = np.unique(step_keys(steps["repetition"], steps["step"])[recorded])
+    key = step_keys(spans["repetition"], spans["step"])
+    data = (spans["kind"] == SpanKind.DATA) & np.isin(key, keys)
+    length = (spans["end_ns"] - spans["begin_ns"])[data] / 1e6
+    row = np.searchsorted(keys, key[data])
+    return np.bincount(row, weights=length, minlength=len(keys)).astype(np.float64)
+
+
+def _usual(values: Ints) -> int | None:
+    """Returns the value of more than half; None without one."""
+    if not len(values):
+        return None
+    found, times = np.unique(values, return_counts=True)
+    most = times.argmax()
+    return int(found[most]) if 2 * times[most] > len(values) else None
+
+
+def _tokens(spans: Mapping[int, Mapping[str, Ints]]) -> Tokens | None:
+    """Adds up tokens by step, where each rank has seen them in each step."""
+    steps = {rank: _steps(values) for rank, values in spans.items()}
+    keys = [step_keys(s["repetition"], s["step"]) for s in steps.values()]
+    if not keys or any(NULL in s["value"] for s in steps.values()):
+        return None
+    shared = keys[0]
+    for key in keys[1:]:
+        shared = np.intersect1d(shared, key)
+    if not len(shared):
+        return None
+    rows = [np.isin(key, shared) for key in keys]
+    # Shape [rank, step]; a rank's steps are in order.
+    counts = np.stack([s["value"][row] for s, row in zip(steps.values(), rows, strict=True)])
+    first = next(iter(steps.values()))
+    plain = first["variant"][rows[0]] == int(Variant.PLAIN)
+    totals = counts.sum(axis=0)
+    return Tokens(
+        step_min=int(totals.min()),
+        step_median=float(np.median(totals)),
+        step_max=int(totals.max()),
+        step_mean=float(totals[plain].mean()) if plain.any() else None,
+        imbalance=_imbalance(spans, shared, counts),
+        padding_fraction=_padding(spans),
+        ranks=tuple(
+            RankTokens(rank, int(c.min()), float(np.median(c)), int(c.max()))
+            for rank, c in zip(steps, counts, strict=True)
+        ),
+    )
+
+
+def _imbalance(spans: Mapping[int, Mapping[str, Ints]], keys: Ints, counts: Ints) -> float:
+    """Returns the mean over steps of most / mean over ranks.
+
+    Of the places where forward was recorded, since padding is computed too; else of tokens.
+    """
+    places: list[Floats] = []
+    for values in spans.values():
+        forward = (values["kind"] == SpanKind.FORWARD) & (values["value"] != NULL)
+        key = step_keys(values["repetition"], values["step"])[forward]
+        taken = np.where(values["index"] >= 0, values["index"], values["value"])[forward]
+        row = np.searchsorted(keys, key)
+        known = np.isin(key, keys)
+        total = np.bincount(row[known], weights=taken[known], minlength=len(keys))
+        places.append(total.astype(np.float64))
+    table = np.stack(places)
+    table = table[:, (table > 0).all(axis=0)]
+    if not table.size:
+        table = counts.astype(np.float64)
+    means = table.mean(axis=0)
+    known_means = means > 0
+    if not known_means.any():
+        return 1.0
+    return float((table.max(axis=0)[known_means] / means[known_means]).mean())
+
+
+def _padding(spans: Mapping[int, Mapping[str, Ints]]) -> float | None:
+    tokens = places = 0
+    for values in spans.values():
+        forward = (values["kind"] == SpanKind.FORWARD) & (values["value"] != NULL)
+        if (values["index"][forward] < 0).any():
+            return None
+        tokens += int(values["value"][forward].sum())
+        places += int(values["index"][forward].sum())
+    return 1 - tokens / places if places else None
+
+
+def _token_notes(ranks: Sequence[RankBatch], tokens: Tokens, dp: int) -> list[str]:
+    """Says that tokens vary where samples do not."""
+    vary = any(r.step_max - r.step_min > _VARIES * r.step_max for r in tokens.ranks)
+    vary |= tokens.imbalance > 1 + _VARIES
+    if not vary or any(rank.micro_batch is None for rank in ranks):
+        return []
+    least, most = min(r.step_min for r in tokens.ranks), max(r.step_max for r in tokens.ranks)
+    text = f"Samples are the same in every micro-step, tokens are not: {least} to {most} a step"
+    text += " and rank" if dp > 1 else ""
+    if tokens.padding_fraction is not None:
+        text += f", beside {tokens.padding_fraction * 100:.1f} % padding"
+    if tokens.imbalance > 1 + _VARIES:
         text += (
-            " DDP averages gradients over ranks as if they were equal: where the loss is a mean, "
-            f"a sample of rank {small} weighs {each[large] / each[small]:.3g} times one of rank "
-            f"{large}. Give all ranks the same, or weigh each rank's loss by its samples."
+            f"; the rank with most has {tokens.imbalance:.2f} times the mean over ranks, and the "
+            "others wait for it (batches of similar length would help)"
         )
-    if lengths:
-        few = [rank for rank, length in lengths.items() if length < max(lengths.values())]
-        text += (
-            f" {units.ranks(few).capitalize()} end{'s' if len(few) == 1 else ''} an epoch early, "
-            "and the others then wait without end, unless a number of steps ends it before. Share "
-            "samples out evenly (DistributedSampler), or train under ddp.join()."
+    return [text + "."]
+
+
+def _epoch(
+    level: LevelSettings, feeds: Sequence[RankFeed], windows: Sequence[Window]
+) -> Epoch | None:
+    """Computes an epoch where all ranks have one loader each, alike and of a known kind."""
+    if len(feeds) != level.dp or any(len(feed.loaders) != 1 for feed in feeds):
+        return None
+    loaders = [feed.loaders[0] for feed in feeds]
+    first = loaders[0]
+    alike = {
+        (v.sampling, v.dataset_size, v.num_replicas, v.batch_size, v.samples, v.batches)
+        for v in loaders
+    }
+    if len(alike) > 1 or first.dataset_size is None or not first.batch_size:
+        return None
+    batch = Batch(first.batch_size, level.accumulation, level.dp)
+    drops = bool(first.drop_last)
+    shared = first.sampling == "distributed" and first.num_replicas == level.dp
+    alone = first.sampling in ("sequential", "random") and level.dp == 1
+    if shared or alone:
+        found = epoch(
+            first.dataset_size,
+            batch,
+            sampler_drops=bool(first.sampler_drop_last),
+            loader_drops=drops,
+            window=None,
         )
-    yield Finding(
-        id="unequal-ranks",
-        severity="error" if weighed else "warning",
-        message=text,
-        evidence=evidence,
-    )
-
-
-def _joined(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-# -- incomplete windows ---------------------------------------------------------------------------
-
-
-def _about_windows(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
-    short = [
-        window
-        for window in feeding.windows
-        if any(a < b for a, b in zip(window.micro_steps, window.usual, strict=True))
-    ]
-    if not short:
-        return
-    window = min(short, key=lambda one: min(one.micro_steps))
-    place = min(range(len(window.usual)), key=lambda i: window.micro_steps[i] / window.usual[i])
-    has, usual = window.micro_steps[place], window.usual[place]
-    weighs = (
-        f"If the loss is divided by {usual} there too, the gradient of a step of {has} is "
-        f"{has}/{usual} of the mean over its samples; if it is divided by what the step has, each "
-        f"of its samples weighs {usual / has:.3g} times one of a full window."
-        if has
-        else "Its gradient is 0 on a rank without any."
-    )
-    yield Finding(
-        id="incomplete-windows",
-        severity="warning",
-        message=f"{level.id}: {len(short)} of the steps that were seen "
-        f"{'has' if len(short) == 1 else 'have'} fewer than {usual} micro-steps. {weighs} Drop "
-        "what fills no window at the end of an epoch, or carry it over into the next.",
-        evidence=list_windows(short),
-    )
-
-
-# -- waiting for data -----------------------------------------------------------------------------
-
-
-def _about_waiting(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
-    step = level.instrumented_step_ms
-    waits = {rank.rank: rank.data_ms for rank in feeding.ranks if rank.data_ms is not None}
-    if step is None or not waits or not feeding.loaders:
-        return
-    slowest = max(waits, key=lambda rank: waits[rank])
-    longest = waits[slowest]
-    interval = next(rank.data_ci95_ms for rank in feeding.ranks if rank.rank == slowest)
-    # What is certain: a few fetches that a busy machine has held up are nobody's fault.
-    least = interval[0] if interval is not None else 0.0
-    if least <= _WAITING_MS or least <= _WAITING_SHARE * step.mean:
-        return
-    others = [wait for rank, wait in waits.items() if rank != slowest]
-    alone = bool(others) and longest > _WAITS_MORE * sum(others) / len(others)
-    share = longest / step.mean
-    if alone:
-        who = f"rank {slowest} waits"
-        evidence = (
-            f"rank {slowest} {units.ms(longest)} ms a step, {units.percent(share, 0)} of it; "
-            f"the others {units.ms(sum(others) / len(others))} ms"
-        )
+    elif first.sampling == "sharded" and first.num_replicas == level.dp:
+        found = dealt_epoch(first.dataset_size, batch, drops=drops, window=None)
     else:
-        who = "training waits"
-        ranks = ", ".join(f"rank {rank} {units.ms(wait)}" for rank, wait in list(waits.items())[:8])
-        evidence = f"{units.percent(share, 0)} of the step; ms a step: {ranks}"
-    loaders = next((f.loaders for f in feeding.loaders if f.rank == slowest), ())
-    yield Finding(
-        id="data-waiting",
-        severity="warning",
-        message=f"{level.id}: {who} for data. {_loader_remedy(loaders)}",
-        evidence=evidence,
-        expected_gain_ms=longest,
-        expected_gain_pct=100 * share,
-    )
-
-
-def _loader_remedy(loaders: Sequence[LoaderFacts]) -> str:
-    """Says what to change, by what the loader does already."""
-    if not loaders or loaders[0].workers is None:
-        return "Load it in the background, or make a sample cheaper."
-    loader = loaders[0]
-    if loader.workers == 0:
-        return (
-            "The DataLoader loads in the training process (num_workers=0): give it workers, and "
-            "persistent_workers=True."
-        )
-    advice = [f"Give the DataLoader more than {loader.workers} workers, or make a sample cheaper"]
-    if loader.persistent_workers is False:
-        advice.append(
-            "where an epoch's start is what takes long, keep workers (persistent_workers=True)"
-        )
-    return f"{'; '.join(advice)}."
+        return None
+    if (found.samples_per_rank, found.micro_steps) != (first.samples, first.batches):
+        # A sampler of the script's own, which does otherwise.
+        return None
+    if any(set(window.micro_steps) == {found.left_over} for window in windows):
+        return replace(found, window=SHORT)
+    return found

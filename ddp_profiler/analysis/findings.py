@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ddp_profiler import units
 from ddp_profiler.analysis import sampled
-from ddp_profiler.analysis.feeding import explains_mismatch, find_feeding
+from ddp_profiler.analysis.feeding_findings import explains_mismatch, find_feeding
 from ddp_profiler.analysis.machine import find_machine
 from ddp_profiler.analysis.placement import largest, packed_twin, scaling_curve
 from ddp_profiler.analysis.reduction_findings import find_reduction

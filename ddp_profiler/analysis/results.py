@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from ddp_profiler.analysis.allreduce import AllReduceResult
 from ddp_profiler.analysis.clocks import ClockOffset
+from ddp_profiler.analysis.feeding import Feeding
 from ddp_profiler.analysis.model import StepCosts
-from ddp_profiler.analysis.observed import Feeding
 from ddp_profiler.analysis.reduction import Reduction
 from ddp_profiler.analysis.sampled import SampledWindow
 from ddp_profiler.analysis.scaling import Pop

@@ -13,12 +13,13 @@ import numpy.typing as npt
 from ddp_profiler import units
 from ddp_profiler.analysis import allreduce, model, statistics
 from ddp_profiler.analysis.clocks import ClockOffset, CommonClock, offsets
+from ddp_profiler.analysis.feeding import Feeding, observe
 from ddp_profiler.analysis.findings import find
 from ddp_profiler.analysis.gradient_scale import scale_notes
+from ddp_profiler.analysis.left_out import LeftOut, left_out
 from ddp_profiler.analysis.link import Link, link_of
 from ddp_profiler.analysis.machine import explain
 from ddp_profiler.analysis.model import StepCosts
-from ddp_profiler.analysis.observed import Feeding, observe
 from ddp_profiler.analysis.parts import (
     PARTS,
     Columns,
@@ -45,7 +46,6 @@ from ddp_profiler.analysis.sampled import sampled_windows
 from ddp_profiler.analysis.scaling import Scaling, pop, scale
 from ddp_profiler.analysis.statistics import Distribution
 from ddp_profiler.analysis.stragglers import Arrivals, Straggler, find_stragglers
-from ddp_profiler.analysis.windows import LeftOut, left_out
 from ddp_profiler.schema import SCHEMA_VERSION, LevelFacts, LevelSettings, RunInfo, Variant
 
 _MOST_FAILURES = 8

@@ -12,9 +12,9 @@ import torch
 from ddp_profiler.batch import by_value, unequal
 from ddp_profiler.errors import UsageError
 from ddp_profiler.measure import environment, kernel
-from ddp_profiler.measure.attachment import Attachment
-from ddp_profiler.measure.script_board import ScriptBoard
-from ddp_profiler.measure.steps import typical
+from ddp_profiler.measure.scripts.attachment import Attachment
+from ddp_profiler.measure.scripts.board import ScriptBoard
+from ddp_profiler.measure.scripts.steps import typical
 from ddp_profiler.measure.topology import Topology
 from ddp_profiler.schema import (
     LevelFacts,

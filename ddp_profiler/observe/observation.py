@@ -24,13 +24,13 @@ from ddp_profiler import units
 from ddp_profiler.config import ScriptConfig
 from ddp_profiler.errors import DdpProfilerError, UsageError
 from ddp_profiler.keeper import RunKeeper, describe_script
-from ddp_profiler.measure.attachment import Attachment
 from ddp_profiler.measure.clock_sync import local_clock
 from ddp_profiler.measure.loop import block_plan
 from ddp_profiler.measure.marks import Recorder
-from ddp_profiler.measure.other_training import describe
-from ddp_profiler.measure.script_board import ScriptBoard
-from ddp_profiler.measure.script_clocks import ScriptClocks
+from ddp_profiler.measure.scripts.attachment import Attachment
+from ddp_profiler.measure.scripts.board import ScriptBoard
+from ddp_profiler.measure.scripts.clocks import ScriptClocks
+from ddp_profiler.measure.scripts.other_training import describe
 from ddp_profiler.measure.study import make_timeline
 from ddp_profiler.measure.topology import Topology
 from ddp_profiler.observe.description import Description

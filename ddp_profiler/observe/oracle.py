@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ddp_profiler.config import ScriptConfig
-from ddp_profiler.measure.kept_step import KeptStep
-from ddp_profiler.measure.replay import Replay, load_oracle, not_compared
-from ddp_profiler.measure.script_board import ScriptBoard
+from ddp_profiler.measure.scripts.board import ScriptBoard
+from ddp_profiler.measure.scripts.kept_step import KeptStep
+from ddp_profiler.measure.scripts.replay import Replay, load_oracle, not_compared
 from ddp_profiler.record import paths
 from ddp_profiler.schema import BatchProof
 

@@ -17,11 +17,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_profiler.measure.attachment import Attachment
 from ddp_profiler.measure.clock import HostTimeline
-from ddp_profiler.measure.kept_step import KeptStep
 from ddp_profiler.measure.marks import Recorder
-from ddp_profiler.measure.replay import Replay
+from ddp_profiler.measure.scripts.attachment import Attachment
+from ddp_profiler.measure.scripts.kept_step import KeptStep
+from ddp_profiler.measure.scripts.replay import Replay
 from ddp_profiler.record import paths
 from ddp_profiler.schema import Variant
 

@@ -18,7 +18,7 @@ from ddp_profiler.errors import UsageError
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure import ddp_adapter
 from ddp_profiler.measure.bounded import within
-from ddp_profiler.measure.default_group import find_place
+from ddp_profiler.measure.scripts.default_group import find_place
 from ddp_profiler.measure.topology import Topology
 from ddp_profiler.observe.observation import Observation
 from ddp_profiler.record import reader

@@ -11,9 +11,9 @@ from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader
 
 from ddp_profiler.measure import ddp_adapter
-from ddp_profiler.measure.attachment import Attachment
 from ddp_profiler.measure.clock import HostTimeline
 from ddp_profiler.measure.marks import Recorder
+from ddp_profiler.measure.scripts.attachment import Attachment
 from ddp_profiler.schema import Interruption, SpanKind, Variant
 
 PHASES = (SpanKind.DATA, SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.OPTIMIZER)

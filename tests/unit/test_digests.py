@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddp_profiler.measure.clock import HostTimeline
-from ddp_profiler.measure.digests import Digests, digest
 from ddp_profiler.measure.marks import Recorder
+from ddp_profiler.measure.scripts.digests import Digests, digest
 from ddp_profiler.schema import OptimizedParameter, ParameterPlace, SpanKind
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.bool)

@@ -8,12 +8,12 @@ import pytest
 
 from ddp_profiler.analysis import results
 from ddp_profiler.analysis.allreduce import AllReduceResult, AllReduceSize
+from ddp_profiler.analysis.feeding import Feeding, RankBatch, RankTokens, Tokens
+from ddp_profiler.analysis.left_out import Window
 from ddp_profiler.analysis.link import Link
 from ddp_profiler.analysis.model import StepCosts
-from ddp_profiler.analysis.observed import Feeding, RankBatch, RankTokens, Tokens
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.scaling import Pop
-from ddp_profiler.analysis.windows import Window
 from ddp_profiler.batch import Epoch
 from ddp_profiler.cli import worker_options
 from ddp_profiler.schema import (

@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddp_profiler.measure.feeding import (
+from ddp_profiler.measure.scripts.feeding import (
     FeedWatch,
     Tokens,
     batch_digest,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import optimizer as optimizers
 
 from ddp_profiler.measure import other_training
-from ddp_profiler.measure.other_training import OtherTraining, describe
+from ddp_profiler.measure.scripts.other_training import OtherTraining, describe
 
 
 @pytest.fixture

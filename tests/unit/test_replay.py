@@ -15,9 +15,9 @@ from ddp_profiler.analysis.gradient_scale import scale_notes
 from ddp_profiler.errors import UsageError
 from ddp_profiler.measure.gradients import compare_gradients
 from ddp_profiler.measure.isolation import fp32_rounding
-from ddp_profiler.measure.kept_step import KeptStep, copy_to_host
-from ddp_profiler.measure.loss_divisor import loss_divisor
-from ddp_profiler.measure.replay import Replay, load_oracle
+from ddp_profiler.measure.scripts.kept_step import KeptStep, copy_to_host
+from ddp_profiler.measure.scripts.loss_divisor import loss_divisor
+from ddp_profiler.measure.scripts.replay import Replay, load_oracle
 from ddp_profiler.schema import BatchProof, LevelFacts, LevelSettings, Variant
 from tests.unit.test_attachment import Observed
 from tests.unit.test_summary import run_info

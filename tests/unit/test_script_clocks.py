@@ -9,7 +9,7 @@ import pytest
 from ddp_profiler.measure import script_clocks
 from ddp_profiler.measure.clock_sync import LocalClock
 from ddp_profiler.measure.interfaces import Interface
-from ddp_profiler.measure.script_clocks import ScriptClocks
+from ddp_profiler.measure.scripts.clocks import ScriptClocks
 from tests.unit.ranks_as_threads import Board, Store, at_once
 
 SHIFTS_NS = {"a": 0, "b": 7_000_000_000, "c": -3_000_000_000}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ddp_profiler.measure.clock import HostTimeline
 from ddp_profiler.measure.marks import Recorder
-from ddp_profiler.measure.steps import StepTracker, typical
+from ddp_profiler.measure.scripts.steps import StepTracker, typical
 from ddp_profiler.schema import Interruption, SpanKind, Variant
 
 WARMUP, PLAIN, INSTRUMENTED = Variant.WARMUP, Variant.PLAIN, Variant.INSTRUMENTED

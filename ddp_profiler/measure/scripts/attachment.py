@@ -33,14 +33,14 @@ from ddp_profiler.measure import backward, ddp_adapter
 from ddp_profiler.measure.backward import BackwardWatch
 from ddp_profiler.measure.batches import number_of_samples
 from ddp_profiler.measure.clock import DeviceTimeline
-from ddp_profiler.measure.construction import Construction, building_package
-from ddp_profiler.measure.digests import Digests
-from ddp_profiler.measure.feeding import FeedWatch
-from ddp_profiler.measure.kept_step import KeptStep
-from ddp_profiler.measure.loss_divisor import loss_divisor
 from ddp_profiler.measure.marks import Recorder
-from ddp_profiler.measure.other_training import OtherTraining
-from ddp_profiler.measure.steps import StepTracker
+from ddp_profiler.measure.scripts.construction import Construction, building_package
+from ddp_profiler.measure.scripts.digests import Digests
+from ddp_profiler.measure.scripts.feeding import FeedWatch
+from ddp_profiler.measure.scripts.kept_step import KeptStep
+from ddp_profiler.measure.scripts.loss_divisor import loss_divisor
+from ddp_profiler.measure.scripts.other_training import OtherTraining
+from ddp_profiler.measure.scripts.steps import StepTracker
 from ddp_profiler.measure.untraced import skip_frame
 from ddp_profiler.schema import (
     DdpFacts,

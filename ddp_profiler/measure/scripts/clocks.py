@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ddp_profiler.measure import interfaces
 from ddp_profiler.measure.clock_sync import LocalClock, compared
-from ddp_profiler.measure.script_board import ScriptBoard
+from ddp_profiler.measure.scripts.board import ScriptBoard
 from ddp_profiler.schema import ClockReading
 
 _OPENING_S = 10.0

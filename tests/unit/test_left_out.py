@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ddp_profiler.analysis.left_out import left_out
 from ddp_profiler.analysis.summary import summarize_run
-from ddp_profiler.analysis.windows import left_out
 from ddp_profiler.report import console
 from ddp_profiler.schema import Interruption, SpanKind, Variant
 from tests.unit.span_columns import Spans

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddp_profiler.errors import InputError, UsageError
 from ddp_profiler.measure.gradients import compare_gradients
 from ddp_profiler.measure.isolation import alone, random_kept
-from ddp_profiler.measure.kept_step import CannotKeepError, KeptModel, KeptStep, Share
 from ddp_profiler.measure.proof import caveats, unevenness
+from ddp_profiler.measure.scripts.kept_step import CannotKeepError, KeptModel, KeptStep, Share
 from ddp_profiler.schema import BatchProof, LevelSettings
 from ddp_profiler.workload.importing import Wanted, describe_error, file_of, find_function
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from ddp_profiler.measure.clock import Mark
-from ddp_profiler.measure.feeding import Tokens
 from ddp_profiler.measure.marks import Recorder
+from ddp_profiler.measure.scripts.feeding import Tokens
 from ddp_profiler.schema import Interruption, SpanKind, Variant
 
 _OBSERVED = (Variant.WARMUP, Variant.INSTRUMENTED)
