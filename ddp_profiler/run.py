@@ -28,7 +28,7 @@ from ddp_profiler.errors import (
     UsageError,
 )
 from ddp_profiler.measure.topology import Topology, place_levels, plan_levels, read_topology
-from ddp_profiler.record import writer
+from ddp_profiler.record import paths, writer
 from ddp_profiler.schema import (
     ClockReading,
     Failure,
@@ -165,7 +165,7 @@ class _Worker:
             if self.config.out is None:
                 self._keeper.claim_default(workload.name, now, info)
             else:
-                self._keeper.claim(self.config.out, info)
+                self._keeper.claim(paths.of_attempt(self.config.out, os.environ), info)
         return device, workload
 
     def _measure(self, device: Any, workload: Any) -> int:

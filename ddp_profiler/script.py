@@ -1,18 +1,23 @@
 """Runs a training script that knows nothing of us, under observation.
 
 The script is run as ``python SCRIPT ARGS`` would run it: its arguments in ``sys.argv``, its
-folder first on ``sys.path``, ``__main__`` as its name. What it prints stays alone on stdout,
-ours goes to stderr; its exit code is passed through.
+folder first on ``sys.path``, as the module ``__main__`` until the process ends. What it prints
+stays alone on stdout, ours goes to stderr; its exit code is passed through.
 """
 
 from __future__ import annotations
 
+import builtins
+import importlib.machinery
+import io
+import os
+import pkgutil
 import runpy
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 from ddp_profiler.config import ScriptConfig
 from ddp_profiler.errors import EXIT_DONE
@@ -80,20 +85,34 @@ class ScriptRun:
         Without tearing the interpreter down: a thread of gloo that lets go of what it took along
         from Python just then would abort the process (exit code -6, seen in 1 of 40 runs).
         """
-        if self._observation.built:
+        if self._observation.built and not self._observation.in_child:
             leave(code & 0xFF)
         return code
 
     def _execute(self) -> None:
         """Runs the script or module as ``python`` would."""
-        sys.argv = [self._script, *self._config.arguments]
-        # As for `python -m`, the working folder is the first already; with -P there is none.
+        script = self._script
+        sys.argv = [script, *self._config.arguments]
+        # What ours holds is in use; the script's stays there for what runs at exit.
+        self._own_main = sys.modules["__main__"]
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        main.__dict__["__builtins__"] = builtins
         if self._config.module:
-            runpy.run_module(self._script, run_name="__main__", alter_sys=True)
+            # As for `python -m`, the working folder is the first on the path already.
+            runpy._run_module_as_main(script)  # type: ignore[attr-defined]
             return
         if not sys.flags.safe_path:
-            sys.path[0] = str(Path(self._script).resolve().parent)
-        runpy.run_path(self._script, run_name="__main__")
+            sys.path[0] = str(Path(script).resolve().parent)
+        if pkgutil.get_importer(script) is not None or script.endswith(".pyc"):
+            # A folder or an archive with a __main__.py in it, or code without its source.
+            runpy.run_path(script, run_name="__main__")
+            return
+        path = os.path.abspath(script)  # noqa: PTH100 (as Python does it: links stay)
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        main.__dict__.update(__file__=path, __loader__=loader, __cached__=None)
+        exec(code, main.__dict__)
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -3,13 +3,17 @@
 Backends complete collectives on threads of theirs. Where such a thread calls back
 into Python while the interpreter shuts down, the C++ runtime aborts the process and
 the exit code becomes 134. A worker that fails in mid-backward therefore runs what
-Python runs at exit, and then leaves without tearing the interpreter down.
+Python runs at exit, closes the files that are still open, as tearing the interpreter
+down would, and then leaves without that.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import gzip
+import io
 import os
 import signal
 import sys
@@ -19,6 +23,7 @@ from typing import NoReturn
 from ddp_profiler.measure.bounded import NoAnswerError, within
 
 _FLUSH_S = 1.0
+_STREAMS = ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__")
 
 
 def leave(code: int) -> NoReturn:
@@ -59,6 +64,24 @@ def _run_exit_handlers() -> None:
 
 
 def _flush() -> None:
+    """Writes what files still hold back. A process that ends by itself closes them all."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+    kept = {id(getattr(sys, name, None)) for name in _STREAMS}
+    files = [thing for thing in gc.get_objects() if issubclass(type(thing), io.IOBase)]
+    # Text into what packs it, then what writes through others, the plain files last.
+    for file in files:
+        if issubclass(type(file), io.TextIOBase):
+            with contextlib.suppress(Exception):
+                file.flush()
+    for kind in (gzip.GzipFile, io.TextIOBase, io.BufferedIOBase):
+        for file in files:
+            if issubclass(type(file), kind) and id(file) not in kept:
+                with contextlib.suppress(Exception):
+                    file.flush() if _is_standard(file) else file.close()
+
+
+def _is_standard(file: io.IOBase) -> bool:
+    """Tells whether a file is one of the process's own streams, which stay open to the end."""
+    return not file.closed and file.fileno() in (0, 1, 2)

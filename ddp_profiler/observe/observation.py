@@ -8,6 +8,7 @@ here fails, it is said once and training goes on as if we were not there.
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import socket
 import time
@@ -85,6 +86,7 @@ class Observation:
 
     Attributes:
         folder: The run folder, once ranks have met.
+        in_child: Whether this is the copy in a forked process, which observes nothing.
         current: The observation that goes on in this process.
     """
 
@@ -112,6 +114,7 @@ class Observation:
         self._description: Description
         self._parts: tuple[RecordPart, ...] = ()
         self.folder: Path | None = None
+        self.in_child = False
         self._run_id = ""
         self._stream: writer.SpanWriter | None = None
         self._failure: str | None = None
@@ -133,6 +136,12 @@ class Observation:
     def observes_a_script(self) -> bool:
         """Whether a script is run that need not know of it."""
         return self._config.script is not None
+
+    def leave_to_parent(self) -> None:
+        """Is told in a process that was forked: what it does is no part of this rank's training."""
+        self.in_child = True
+        self._attachment.installed = False
+        Observation.current = None
 
     @property
     def built(self) -> bool:
@@ -195,7 +204,7 @@ class Observation:
         if self._config.out is None:
             self._keeper.claim_default(self._name, now, described, Path.cwd())
         else:
-            self._keeper.claim(self._config.out.absolute(), described)
+            self._keeper.claim(paths.of_attempt(self._config.out, os.environ), described)
 
     def _located(self) -> Topology:
         """Finds this rank's place on its node, where no launcher has said it."""
@@ -277,6 +286,8 @@ class Observation:
         Args:
             failure: Why training has ended before its end; None where it has not.
         """
+        if self.in_child:
+            return
         try:
             self._end_observing()
         except Exception as error:
@@ -413,6 +424,15 @@ class Observation:
         if known and self._topology.rank == 0:
             known["clocks"] = self._clocks.found()
         self._keeper.update(**known, **changes)
+
+
+def _leave_to_parent() -> None:
+    if Observation.current is not None:
+        Observation.current.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _plan(config: ScriptConfig) -> Iterator[tuple[Variant | None, int]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -93,6 +95,24 @@ def claim_default_folder(name: str, now: datetime, below: Path = Path()) -> Path
             claim_folder(folder)
             return folder
     raise AssertionError("numbers do not end")
+
+
+def of_attempt(folder: Path, environ: Mapping[str, str]) -> Path:
+    """Returns the folder for this attempt of a launch that torchrun may restart.
+
+    >>> of_attempt(Path("/runs/a"), {"TORCHELASTIC_RESTART_COUNT": "1"}).as_posix()
+    '/runs/a-attempt2'
+
+    Args:
+        folder: As the user named it; the first attempt has it.
+        environ: Environment variables.
+    """
+    count = environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    # Not resolved: a link stays what the user calls it.
+    whole = Path(os.path.abspath(folder))  # noqa: PTH100
+    if not count.isdecimal() or int(count) == 0:
+        return whole
+    return whole.with_name(f"{whole.name}-attempt{int(count) + 1}")
 
 
 def holds_run(folder: Path) -> bool:

@@ -196,12 +196,16 @@ def test_a_failing_rank_ends_as_it_would(tmp_path, how, code):
 
 @pytest.mark.parametrize("words", [["surroundings.py", "2"], ["-m", "surroundings", "0"]])
 def test_surroundings_are_those_of_python(tmp_path, words):
+    files = [tmp_path / "alone.txt", tmp_path / "observed.txt"]
     ours = ["--module", *words[1:]] if words[0] == "-m" else words
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    alone = run_command(words, cwd=SCRIPTS, env=rank)
+    alone = run_command([*words, files[0]], cwd=SCRIPTS, env=rank)
     assert alone.code == 0, alone.err
-    run = observe(tmp_path / "run", 1, *ours, cwd=SCRIPTS)
-    assert (run.code, run.out) == (0, alone.out), run.err
+    run = observe(tmp_path / "run", 1, *ours, files[1], cwd=SCRIPTS)
+    assert (run.code, run.out) == (0, alone.out.replace(*map(str, files))), run.err
+    # Once more from the child that was forked.
+    assert [file.read_text() for file in files] == 2 * ["a line\na line\n"]
+    assert "never built" not in run.err
     assert "found" in run.out
     assert run.level("script")["batch_check"]["observed"] == 2
 

@@ -200,12 +200,10 @@ class Attachment:
             if self._resting and not ends_step and not self.tracker.stepped:
                 return original(*args, **keywords)
             # Dynamo sees nothing but the call that it knows how to compile.
-            if (
-                torch.compiler.is_compiling()
-                or not self.installed
-                or self._between_blocks
-                or threading.get_ident() != self._thread
-            ):
+            if torch.compiler.is_compiling() or not self.installed or self._between_blocks:
+                return original(*args, **keywords)
+            if threading.get_ident() != self._thread:
+                self.elsewhere.on_thread |= owner is DDP
                 return original(*args, **keywords)
             return act(original, args, keywords)
 

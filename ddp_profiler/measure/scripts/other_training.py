@@ -33,10 +33,12 @@ class OtherTraining:
 
     Attributes:
         steps: Steps of optimizers on this rank, by the optimizer's class.
+        on_thread: Whether a DDP was built or called on another thread than the observed one.
     """
 
     def __init__(self) -> None:
         self.steps: Counter[str] = Counter()
+        self.on_thread = False
         self._kinds: set[str] = set()
         self._take_out: list[Callable[[], None]] = []
 
@@ -117,6 +119,11 @@ def describe(seen: OtherTraining, world_size: int) -> str:
         seen: What was seen on this rank.
         world_size: Number of ranks.
     """
+    if seen.on_thread:
+        return (
+            "DistributedDataParallel trains on another thread than the one that runs the script; "
+            "that is not observed.\nTrain on the main thread to have it observed."
+        )
     start = "DistributedDataParallel was never built or called, so there is nothing to split: "
     kind = seen.kind
     if kind is None:

@@ -1,5 +1,14 @@
-"""Prints what a script finds around it, and trains with loader workers that are spawned."""
+"""Prints what a script finds around it, and trains with loader workers that are spawned.
 
+    surroundings.py WORKERS [FILE]
+
+Leaves lines in FILE without closing it.
+"""
+
+import atexit
+import inspect
+import os
+import pickle
 import sys
 from pathlib import Path
 
@@ -20,7 +29,22 @@ class Data:
         return torch.full((3,), float(index))
 
 
+def at_exit():
+    print("at exit:", type(pickle.loads(pickle.dumps(Data()))).__name__, flush=True)
+
+
+def child_exits():
+    """A forked child ends by itself, with a code of its own."""
+    child = os.fork()
+    if not child:
+        sys.exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def main():
+    atexit.register(at_exit)
+    # Before threads of gloo are there, which a forked child would wait for.
+    print(child_exits(), Path(__file__).is_absolute(), type(__loader__).__name__, flush=True)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = DDP(torch.nn.Linear(3, 1))
@@ -33,9 +57,14 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
     here = (__name__, Path(__file__).name, sys.argv, sys.modules["__main__"].__name__)
+    os.chdir("/")
+    print(Path(__file__).exists(), len(inspect.getsource(main).splitlines()))
     print(here, Path(sys.path[0]).resolve(), sibling.WORD, model.module.weight.tolist())
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        left_open = open(sys.argv[2], "w")
+        left_open.write("a line\n")
     main()
