@@ -1,5 +1,7 @@
 """What several unit tests need."""
 
+import gc
+
 import pytest
 import torch.distributed as dist
 
@@ -13,4 +15,6 @@ def process_group():
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
+    # DDP holds itself in cycles: without this it may go at any time later.
+    gc.collect()
     dist.destroy_process_group()
