@@ -197,8 +197,15 @@ def examine(
         search_ms=_search(measured, instrumented),
         map_ms=float(np.mean([_map(measured[s.rank], s) for s in instrumented])),
         broadcasts=tuple(
-            _broadcast(number, ddp.buffer_bytes, spans, measured, instrumented, complete)
-            for number, ddp in enumerate(facts.ddps)
+            _broadcast(
+                place if ddp.number < 0 else ddp.number,
+                ddp.buffer_bytes,
+                spans,
+                measured,
+                instrumented,
+                complete,
+            )
+            for place, ddp in enumerate(facts.ddps)
             if ddp.broadcast_buffers and ddp.buffer_bytes and ddp.group_size > 1
         ),
         compiled_inside=any(ddp.compiled_inside for ddp in facts.ddps),

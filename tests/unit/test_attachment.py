@@ -1,6 +1,8 @@
 """What an attachment sees of a training loop in this process, and that it leaves nothing behind."""
 
 import copy
+import gc
+import weakref
 from types import FunctionType
 
 import pytest
@@ -9,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader
+from torch.utils.weak import TensorWeakRef
 
 from ddp_profiler.measure import ddp_adapter
 from ddp_profiler.measure.clock import HostTimeline
@@ -421,3 +424,87 @@ def test_reduced_parameters_are_counted_once(observed):
     assert (first, second) == tuple(seen.attachment.ddps)
     seen.attachment.let_go()
     assert seen.attachment.ddps == []
+
+
+def train(ddp, steps=2):
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        sgd.zero_grad()
+        ddp(X).sum().backward()
+        sgd.step()
+
+
+def alive(references):
+    gc.collect()
+    return [number for number, reference in enumerate(references) if reference() is not None]
+
+
+def test_models_that_are_deleted_are_freed_at_once(observed):
+    """Five trainings in a row, all in the observed steps."""
+    seen = observed(plan=[(Variant.WARMUP, 2), (Variant.INSTRUMENTED, 4), (Variant.PLAIN, 9)])
+    weights, ddps = [], []
+    for _ in range(5):
+        ddp = model()
+        weights += map(TensorWeakRef, ddp.parameters())
+        ddps.append(weakref.ref(ddp))
+        train(ddp)
+        assert ddps[-1]() is not None
+        del ddp
+        assert (alive(weights), alive(ddps)) == ([], [])
+        assert seen.attachment.ddps == []
+    seen.finish()
+    assert seen.failures == []
+    assert len(seen.steps) == 10
+    # Each has a number of its own, which it keeps.
+    assert [r["value"] for r in seen.of(SpanKind.GRADIENT)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_hook_of_the_script_keeps_no_model_alive(observed):
+    def doubled(state, bucket):
+        work = torch.futures.Future()
+        work.set_result(bucket.buffer().mul_(2))
+        return work
+
+    seen = observed(plan=[(Variant.WARMUP, 1), (Variant.INSTRUMENTED, 2)])
+    ddp = model()
+    ddp.register_comm_hook(None, doubled)
+    train(ddp, 4)
+    reference = weakref.ref(ddp)
+    del ddp
+    assert alive([reference]) == []
+    seen.finish()
+    assert len(seen.of(SpanKind.GRADIENT)) == 3
+    assert seen.failures == []
+
+
+def test_a_model_that_is_not_trained_counts_nowhere(observed):
+    seen = observed(plan=[(Variant.WARMUP, 2), (Variant.INSTRUMENTED, 99)])
+    attachment = seen.attachment
+    before = DDP(nn.Linear(30, 20))
+    ddp = model()
+    # None was called yet, as where all are trained past DDP.
+    assert [ddp.number for ddp in attachment.facts(rebuilt=True).ddps] == [0, 1]
+    train(ddp, 3)
+    with torch.no_grad():
+        before.eval()(torch.ones(1, 30))
+    facts = attachment.facts(rebuilt=True)
+    assert (facts.elements, facts.bucket_bytes) == (8, (32,))
+    assert [parameter.name for parameter in facts.reduced] == ["weight", "bias"]
+    assert [ddp.number for ddp in facts.ddps] == [1]
+    # Gone, it is what it was when the last block began.
+    del ddp
+    assert attachment.facts(rebuilt=True) == facts
+    # So are all of them, and one that was never trained is no substitute.
+    del before
+    assert attachment.facts(rebuilt=True) == facts
+    seen.finish()
+    assert {r["value"] for r in seen.of(SpanKind.GRADIENT)} == {1}
+
+
+def test_what_was_known_of_a_model_is_no_longer_in_a_later_window(observed):
+    window = (Variant.INSTRUMENTED, 2)
+    seen = observed(plan=[(Variant.WARMUP, 2), window, (None, 3), window, window])
+    train(model(), 5)
+    train(DDP(nn.Linear(3, 1)), 5)
+    assert seen.attachment.facts(rebuilt=True).elements == 4
+    assert [ddp.number for ddp in seen.attachment.facts(rebuilt=True).ddps] == [1]

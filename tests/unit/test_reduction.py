@@ -301,6 +301,12 @@ def test_buffers_that_do_not_change_are_broadcast_for_nothing():
     assert finding.expected_gain_ms == pytest.approx(6.0)
 
 
+def test_spans_name_a_model_by_its_number_among_all_that_were_built():
+    other = replace(HOLDING, number=3)
+    assert said(buffers(other, (9, 9))) == []
+    assert said(buffers(replace(HOLDING, number=0), (9, 9))) != []
+
+
 @pytest.mark.parametrize(
     ("ddp", "values", "sync"),
     [
