@@ -227,6 +227,73 @@ def test_evaluation_of_the_module_inside_ddp(observed):
     assert seen.steps == [(1, 6)] * 4
 
 
+@pytest.mark.parametrize("style", ["no_grad", "detach", "separate"])
+def test_a_gan_evaluates_nothing(observed, style):
+    """What the discriminator is trained on comes from the generator, whose turn is another."""
+    torch.manual_seed(0)
+    seen = observed()
+    generator, discriminator = DDP(nn.Linear(2, 3)), DDP(nn.Linear(3, 1))
+    of_generator = torch.optim.SGD(generator.parameters(), lr=0.1)
+    of_discriminator = torch.optim.SGD(discriminator.parameters(), lr=0.1)
+    for real in DataLoader(X, batch_size=3):
+        noise = torch.randn(3, 2)
+        of_discriminator.zero_grad()
+        discriminator(real).mean().backward()
+        if style == "no_grad":
+            with torch.no_grad():
+                made = generator(noise)
+        elif style == "detach":
+            made = generator(noise).detach()
+        else:
+            whole = generator(noise)
+            made = whole.detach()
+        discriminator(made).mean().neg().backward()
+        of_discriminator.step()
+        of_generator.zero_grad()
+        if style != "separate":
+            whole = generator(noise)
+        discriminator(whole).mean().backward()
+        of_generator.step()
+    seen.finish()
+    assert seen.failures == []
+    assert seen.of(SpanKind.INTERRUPTION) == []
+    # A batch from the loader and one from the generator, then the generator's own turn.
+    assert seen.steps == [(2, 6), (1, 3)] * 2
+    forwards = [(r["step"], r["micro_step"], r["samples"]) for r in seen.of(SpanKind.FORWARD)]
+    of_both = [(0, 0, 3), (0, 1, 3), (0, 1, None), (1, 0, 3), (1, 0, None)]
+    first = [one for one in forwards if one[0] < 2]
+    if style == "no_grad":
+        # It comes first, and its samples are not those of the batch that is trained on.
+        of_both[1:3] = of_both[2:0:-1]
+    if style == "separate":
+        del of_both[4]
+    assert first == of_both
+    assert [facts.number for facts in seen.attachment.facts(rebuilt=True).ddps] == [0, 1]
+
+
+def test_a_training_mode_that_was_forgotten_does_not_make_training(observed):
+    seen = observed()
+    ddp = model()
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step, batch in enumerate(DataLoader(X, batch_size=2)):
+        ddp(batch).sum().backward()
+        sgd.step()
+        with torch.no_grad():
+            if step == 0:
+                for other in DataLoader(X, batch_size=3):
+                    ddp(other)
+                    ddp(other + 1)
+            if step == 1:
+                ddp.eval()(X)
+                ddp.train()
+    seen.finish()
+    interrupted = [r["step"] for r in seen.of(SpanKind.INTERRUPTION)]
+    # Of each batch the fetch and two calls, and then the call in evaluation mode.
+    assert interrupted == [1] * 6 + [2]
+    assert [r["samples"] for r in seen.of(SpanKind.FORWARD)] == [2, 2, 2]
+    assert seen.steps == [(1, 2)] * 3
+
+
 def test_training_in_evaluation_mode_is_training(observed):
     seen = observed()
     ddp = model().eval()

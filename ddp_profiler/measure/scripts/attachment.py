@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -60,6 +61,16 @@ _SAVERS = (
     ("safetensors.torch", "serialize_file"),
     ("torch.distributed.checkpoint.state_dict_saver", "_save_state_dict"),
 )
+
+
+class _Purpose(Enum):
+    """What a script calls a model for."""
+
+    GRADIENTS = auto()
+    """To be trained."""
+    TRAINING = auto()
+    """To train another one with what it returns."""
+    EVALUATION = auto()
 
 
 class Attachment:
@@ -332,42 +343,53 @@ class Attachment:
     def _call(self, original: Any, args: Any, keywords: Any, ddp: DDP) -> Any:
         if self._depth.get("forward") or self._rests():
             return original(*args, **keywords)
-        evaluates = not torch.is_grad_enabled()
-        if not evaluates and not self.models.observes(ddp):
+        if torch.is_grad_enabled() and not self.models.observes(ddp):
             self._guard(self._adopt, ddp)
         if not self.started or not self.installed:
             return original(*args, **keywords)
-        begin = self._guard(self._begin_call, evaluates, ddp, (args[1:], keywords))
+        begun = self._guard(self._begin_call, ddp, (args[1:], keywords))
         try:
             _, result = self._outermost("forward", lambda: original(*args, **keywords))
         finally:
             self.recorder.phase = None
-        if begin is not None:
-            self._guard(self._end_call, evaluates, begin, ddp, (args[1:], keywords))
+        if begun is not None:
+            self._guard(self._end_call, *begun, ddp, (args[1:], keywords))
         return result
 
-    def _begin_call(self, evaluates: bool, ddp: DDP, inputs: Any) -> Any:
+    def _purpose(self, ddp: DDP) -> _Purpose:
+        """Tells what a model is called for."""
+        if torch.is_grad_enabled():
+            return _Purpose.GRADIENTS
+        if torch.is_inference_mode_enabled() or not ddp.module.training:
+            return _Purpose.EVALUATION
+        # Without gradients a GAN calls its generator too, to train the discriminator.
+        fetched = self.tracker.fetched_for_evaluation
+        return _Purpose.EVALUATION if fetched else _Purpose.TRAINING
+
+    def _begin_call(self, ddp: DDP, inputs: Any) -> tuple[_Purpose, Any]:
         self._act()
-        if not evaluates and self.tracker.recording:
+        purpose = self._purpose(ddp)
+        if purpose is _Purpose.GRADIENTS and self.tracker.recording:
             self.models.train(ddp)
-        if self._kept is not None and evaluates:
+        if self._kept is not None and purpose is _Purpose.EVALUATION:
             self._kept.evaluated(self.tracker.step)
-        elif self._kept is not None:
+        elif self._kept is not None and purpose is _Purpose.GRADIENTS:
             self._kept.called(self.tracker.step, inputs)
-        if not evaluates:
+        if purpose is not _Purpose.EVALUATION:
             self.tracker.begins_call()
             if self.tracker.observing:
                 self.recorder.phase = SpanKind.FORWARD
-        return self.recorder.mark()
+        return purpose, self.recorder.mark()
 
-    def _end_call(self, evaluates: bool, begin: Any, model: Any, inputs: Any) -> None:
+    def _end_call(self, purpose: _Purpose, begin: Any, ddp: DDP, inputs: Any) -> None:
         end = self.recorder.mark()
-        if evaluates:
+        if purpose is _Purpose.EVALUATION:
             self.feed.evaluated()
             self.tracker.interrupted(Interruption.EVALUATION, begin, end)
+        elif purpose is _Purpose.TRAINING:
+            self.tracker.called_without_gradients(begin, end)
         else:
             samples = number_of_samples(inputs, self._batch_dim)
-            ddp = getattr(model, "_orig_mod", model)
             self.tracker.called(begin, end, samples, self.feed.tokens(ddp, inputs))
             self.feed.trained(samples, joins=ddp._join_config.enable)
 
