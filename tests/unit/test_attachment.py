@@ -17,6 +17,7 @@ from ddp_profiler.measure import ddp_adapter
 from ddp_profiler.measure.clock import HostTimeline
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.measure.scripts.attachment import Attachment
+from ddp_profiler.measure.scripts.digests import Digests
 from ddp_profiler.schema import Interruption, SpanKind, Variant
 
 PHASES = (SpanKind.DATA, SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.OPTIMIZER)
@@ -566,6 +567,41 @@ def test_a_model_that_is_not_trained_counts_nowhere(observed):
     assert attachment.facts(rebuilt=True) == facts
     seen.finish()
     assert {r["value"] for r in seen.of(SpanKind.GRADIENT)} == {1}
+
+
+class NowAndThen(nn.Module):
+    """Changes a buffer in some of its forwards."""
+
+    def __init__(self, every):
+        super().__init__()
+        self.layer, self.every, self.calls = nn.Linear(3, 2), every, 0
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x):
+        self.calls += 1
+        self.count += self.calls % self.every == 0
+        return self.layer(x)
+
+
+def test_buffers_are_looked_at_between_blocks_too(observed, monkeypatch):
+    monkeypatch.setattr(Digests, "_has_peers", lambda _: True)
+    window = [(Variant.PLAIN, 4), (Variant.INSTRUMENTED, 4), (Variant.INSTRUMENTED, 2)]
+    seen = observed([(Variant.WARMUP, 1), (Variant.WARMUP, 1), *window, (None, 3), *window])
+    ddp = DDP(NowAndThen(every=8))
+    train(ddp, 30)
+    seen.finish()
+    points = seen.of(SpanKind.BUFFER_DIGEST)
+    # The model of a later window is found by its first call.
+    steps = [1, 2, 6, 10, 19, 23]
+    assert [(r["step"], r["micro_step"], r["index"]) for r in points] == [
+        (step, -1, 0) for step in steps
+    ]
+    assert len({r["value"] for r in points if r["step"] < 8}) == 1
+    assert len({r["value"] for r in points}) == 3
+    # Each lies in no step.
+    spans = [(r["begin_ns"], r["end_ns"]) for r in seen.of(SpanKind.STEP)]
+    assert not any(begin < r["begin_ns"] < end for r in points for begin, end in spans)
+    assert seen.failures == []
 
 
 def test_what_was_known_of_a_model_is_no_longer_in_a_later_window(observed):

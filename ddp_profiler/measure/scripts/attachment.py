@@ -247,6 +247,7 @@ class Attachment:
             self._wake()
             if self.started:
                 self.models.keep(rebuilt=self.tracker.step > 1)
+                self._digests.between_blocks(self.tracker.step)
             for adapter in self.models.adapters():
                 if variant is Variant.PLAIN:
                     adapter.detach()

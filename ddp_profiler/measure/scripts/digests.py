@@ -2,7 +2,8 @@
 
 Every rank takes its own; the analysis compares them. So no collective of ours is needed to find
 ranks that step with different gradients. They are taken at two steps of the warm-up only, which
-no figure is made of, and cost one pass over the gradients each.
+no figure is made of, and cost one pass over the gradients each. Those of buffers are also taken
+between blocks of steps: some change now and then only.
 """
 
 from __future__ import annotations
@@ -141,7 +142,20 @@ class Digests:
             return True
         if not self._due or not self._due[0] <= step <= self._last or self._recorder.step != step:
             return False
+        return self._has_peers()
+
+    def _has_peers(self) -> bool:
         return any(ddp.process_group.size() > 1 for ddp in self._ddps().values())
+
+    def between_blocks(self, step: int) -> None:
+        """Takes the digests of the buffers between two blocks, so in the time of no step.
+
+        Args:
+            step: The step that begins next.
+        """
+        if self._has_peers():
+            self._recorder.begin_micro_step(step, -1)
+            self._record(list(self._buffers()))
 
     def take(self, optimizer: Any, step: int) -> None:
         """Takes the digests of an optimizer's gradients, and once a step those of the buffers.
@@ -161,6 +175,9 @@ class Digests:
             self._others = self._unreduced()
             points += self._buffers()
         points += self._gradients(optimizer)
+        self._record(points)
+
+    def _record(self, points: Sequence[_Point]) -> None:
         values = _told(points)
         mark = self._recorder.mark()
         for point, value in zip(points, values, strict=True):
