@@ -96,14 +96,10 @@ class Description:
             return
         ddps = models.ddps
         if before is not None:
-            # The record has spans of those that are gone by now as well.
-            alive = attachment.models.numbers | {ddp.number for ddp in ddps}
-            ddps = tuple(
-                sorted(
-                    (*(ddp for ddp in before.ddps if ddp.number not in alive), *ddps),
-                    key=lambda ddp: ddp.number,
-                )
-            )
+            # The record has spans of those that were trained before as well.
+            known = attachment.models.ever_trained - {ddp.number for ddp in ddps}
+            others = (ddp for ddp in before.ddps if ddp.number in known)
+            ddps = tuple(sorted((*others, *ddps), key=lambda ddp: ddp.number))
         if models.group_size > self._topology.world_size:
             raise UsageError(
                 f"DistributedDataParallel has {models.group_size} ranks, and observing "

@@ -646,6 +646,8 @@ def test_a_model_that_is_built_between_windows_is_met_at_its_first_call(observed
     window = (Variant.INSTRUMENTED, 2)
     seen = observed([(Variant.WARMUP, 1), window, (None, 4), window, (None, 9)])
     train(model(), 4)
+    # What was kept of the first window's model is not taken for another one's.
+    assert seen.attachment.facts(rebuilt=True) is None
     other = model()
     assert seen.attachment.ddps == []
     train(other, 3)
@@ -780,7 +782,8 @@ class Board(dict):
         return self.get(name)
 
 
-def test_what_is_described_after_each_window(observed, digested):
+@pytest.mark.parametrize("gone", [True, False])
+def test_what_is_described_after_each_window(observed, digested, gone):
     window = (Variant.INSTRUMENTED, 2)
     seen = observed([(Variant.WARMUP, 2), window, (None, 2), window, (None, 9)], warmup=2)
     description = Description(Topology(0, 0, 1, 1, True), Board(), seen.attachment)
@@ -792,14 +795,18 @@ def test_what_is_described_after_each_window(observed, digested):
             described.append(description.facts)
 
     seen.attachment._on_block = ends
-    train(model(), 5)
+    one, untrained = model(), model()
+    train(one, 5)
+    if gone:
+        del one
+    del untrained
     train(DDP(nn.Linear(3, 1)), 5)
     seen.finish()
     first, second = described
-    assert [(facts.name, facts.ddp) for facts in first.optimized] == [("weight", 0), ("bias", 0)]
+    assert [facts.ddp for facts in first.optimized] == [0, 0, 1, 1]
     assert (first.parameters, first.bucket_bytes) == (8, (32,))
     assert [ddp.number for ddp in first.ddps] == [0]
     # Digests were taken in the warm-up only, of a model that is gone now.
     assert second.optimized == first.optimized
     assert (second.parameters, second.bucket_bytes) == (4, (16,))
-    assert [ddp.number for ddp in second.ddps] == [0, 1]
+    assert [ddp.number for ddp in second.ddps] == [0, 2]

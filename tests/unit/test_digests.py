@@ -154,11 +154,12 @@ def test_models_are_walked_as_often_however_many_parameters_they_have(process_gr
     counts = []
     for layers in (2, 60):
         model = DDP(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers))))
-        optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+        outside = [nn.Parameter(torch.ones(2)) for _ in range(layers)]
+        optimizers = [torch.optim.SGD([p], lr=0.1) for p in (*model.parameters(), *outside)]
         with monkeypatch.context() as patch:
             patch.setattr(nn.Module, "named_parameters", counted)
             rows, _ = taken(model, optimizers, 2, 2)
-        assert len(rows.points(SpanKind.GRADIENT_DIGEST)) == 2 * 2 * layers
+        assert len(rows.points(SpanKind.GRADIENT_DIGEST)) == 2 * 3 * layers
         counts.append(len(walks))
         walks.clear()
     assert counts[0] == counts[1]

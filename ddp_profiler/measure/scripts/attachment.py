@@ -370,7 +370,7 @@ class Attachment:
     def _begin_call(self, ddp: DDP, inputs: Any) -> tuple[_Purpose, Any]:
         self._act()
         purpose = self._purpose(ddp)
-        if purpose is _Purpose.GRADIENTS and self.tracker.recording:
+        if purpose is _Purpose.GRADIENTS:
             self.models.train(ddp)
         if self._kept is not None and purpose is _Purpose.EVALUATION:
             self._kept.evaluated(self.tracker.step)

@@ -46,9 +46,13 @@ class Models:
 
     Those that are observed are trained ones where any was called with gradients; the others of
     them, such as one that was built and replaced, count nowhere then.
+
+    Attributes:
+        ever_trained: Numbers of all that were ever called with gradients, gone or not.
     """
 
     def __init__(self) -> None:
+        self.ever_trained: set[int] = set()
         self._built: weakref.WeakKeyDictionary[DDP, Construction] = weakref.WeakKeyDictionary()
         self._count = 0
         self._adapters: list[DdpAdapter] = []
@@ -87,17 +91,13 @@ class Models:
     def train(self, ddp: DDP) -> None:
         """Notes that a model was called with gradients."""
         self._trained.add(ddp)
+        self.ever_trained.add(self._built[ddp].number)
         self._any_trained = True
 
     @property
     def built(self) -> list[DDP]:
         """All models that are still there, observed or not."""
         return list(self._built)
-
-    @property
-    def numbers(self) -> set[int]:
-        """The numbers of all models that are still there, observed or not."""
-        return {construction.number for construction in self._built.values()}
 
     @property
     def observed(self) -> dict[int, DDP]:
