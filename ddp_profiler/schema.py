@@ -226,6 +226,8 @@ class DdpFacts:
             been compiled before DDP got it.
         group_size: Ranks of its process group.
         built_by: Top-level package of the code that built it; ``__main__`` is the script.
+        number: Its number among all that the script has built, by which spans name it; -1 in
+            earlier records, where it is its place among those described.
     """
 
     find_unused_parameters: bool
@@ -235,6 +237,7 @@ class DdpFacts:
     compiled_inside: bool
     group_size: int
     built_by: str
+    number: int = -1
 
 
 @dataclass(frozen=True)

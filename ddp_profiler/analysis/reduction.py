@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-import numpy.typing as npt
 
 from ddp_profiler.analysis.parts import NULL, Columns, Ints, Steps, passed, step_keys
 from ddp_profiler.schema import (
@@ -86,11 +85,12 @@ class Broadcast:
     Attributes:
         ddp: Its number.
         nbytes: Size of its buffers.
-        changed: Whether buffers had changed from the first compared step to the last, on any
-            rank; None where that was not seen.
+        changed: Whether buffers had changed between any two of the compared points, on any rank;
+            None where that was not seen.
         mean_ms: What they take in a step, mean over ranks; waiting included.
         least_ms: What they take on the rank that is held up least, by the broadcast, a step; None
             where the record of a rank is missing.
+        compared_steps: The first and the last step with a compared point; None without any.
     """
 
     ddp: int
@@ -98,6 +98,7 @@ class Broadcast:
     changed: bool | None
     mean_ms: float
     least_ms: float | None
+    compared_steps: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,7 @@ def examine(
     known = facts.sources.get("gradient_collectives") is not None
     needless = [_needless(measured[s.rank], s) for s in instrumented]
     least = _least([one.windows for one in needless]) if complete else None
+    buffers = {rank: _buffer_digests(columns[rank], index) for rank in columns}
     whole_world = level.dp == len(level.ranks)
     differing, compared, compared_steps = (
         _compare(spans, facts) if whole_world and known else ((), 0, ())
@@ -197,8 +199,16 @@ def examine(
         search_ms=_search(measured, instrumented),
         map_ms=float(np.mean([_map(measured[s.rank], s) for s in instrumented])),
         broadcasts=tuple(
-            _broadcast(number, ddp.buffer_bytes, spans, measured, instrumented, complete)
-            for number, ddp in enumerate(facts.ddps)
+            _broadcast(
+                place if ddp.number < 0 else ddp.number,
+                ddp,
+                buffers,
+                len(level.ranks),
+                measured,
+                instrumented,
+                complete,
+            )
+            for place, ddp in enumerate(facts.ddps)
             if ddp.broadcast_buffers and ddp.buffer_bytes and ddp.group_size > 1
         ),
         compiled_inside=any(ddp.compiled_inside for ddp in facts.ddps),
@@ -379,8 +389,9 @@ def _map(spans: Columns, steps: Steps) -> float:
 
 def _broadcast(
     number: int,
-    nbytes: int,
-    spans: Mapping[int, Columns],
+    ddp: DdpFacts,
+    digests: Mapping[int, Columns],
+    world: int,
     measured: Mapping[int, Columns],
     instrumented: Sequence[Steps],
     complete: bool,
@@ -393,24 +404,44 @@ def _broadcast(
         lengths.append((rank["end_ns"] - rank["begin_ns"])[own][order])
     least = _least(lengths) if complete else None
     steps_seen = len(instrumented[0])
+    changed, compared_steps = _changed(number, digests, together=ddp.group_size == world)
     return Broadcast(
         ddp=number,
-        nbytes=nbytes,
-        changed=_changed(number, spans),
+        nbytes=ddp.buffer_bytes,
+        changed=changed,
         mean_ms=float(np.mean([values.sum() for values in lengths])) / steps_seen / _NS_PER_MS,
         least_ms=None if least is None else least / steps_seen / _NS_PER_MS,
+        compared_steps=compared_steps,
     )
 
 
-def _changed(number: int, spans: Mapping[int, Columns]) -> bool | None:
-    changed = False
-    for rank in spans.values():
-        own = (rank["kind"] == SpanKind.BUFFER_DIGEST) & (rank["index"] == number)
-        values: npt.NDArray[np.int64] = rank["value"][own]
-        if len(values) < 2:
-            return None
-        changed |= len(np.unique(values)) > 1
-    return changed
+def _buffer_digests(columns: Columns, index: int) -> dict[str, Ints]:
+    # Also those of plain blocks: they are taken before the first step.
+    chosen = (columns["level"] == index) & (columns["kind"] == SpanKind.BUFFER_DIGEST)
+    return {name: columns[name][chosen].astype(np.int64) for name in ("step", "index", "value")}
+
+
+def _changed(
+    number: int, digests: Mapping[int, Columns], *, together: bool
+) -> tuple[bool | None, tuple[int, int] | None]:
+    """Tells whether a DDP's buffers changed, and in which steps the first and last points lie.
+
+    Args:
+        number: The number of the DDP.
+        digests: Each rank's points.
+        together: Whether all ranks broadcast to each other: buffers that then differ between
+            two ranks have changed on one of them, even if its own are always the same.
+    """
+    steps: set[int] = set()
+    values: dict[int, set[int]] = {}
+    seen = True
+    for rank, points in digests.items():
+        own = points["index"] == number
+        seen &= int(own.sum()) > 1
+        steps.update(points["step"][own].tolist())
+        values.setdefault(0 if together else rank, set()).update(points["value"][own].tolist())
+    changed = any(len(different) > 1 for different in values.values())
+    return changed if seen else None, (min(steps), max(steps)) if steps else None
 
 
 def _first_hand_over(

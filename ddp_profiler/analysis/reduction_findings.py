@@ -75,7 +75,8 @@ def reduction_notes(reduction: Reduction | None) -> list[str]:
         if reduction.framework:
             notes.append(
                 f"{reduction.framework} has built DDP so that it broadcasts buffers which do not "
-                f"change; that costs {units.ms(broadcast.mean_ms)} ms a step, waiting included."
+                f"change{_steps_compared(broadcast)}; that costs {units.ms(broadcast.mean_ms)} ms "
+                "a step, waiting included."
             )
     return notes
 
@@ -184,6 +185,11 @@ def _needless_broadcasts(reduction: Reduction) -> list[Broadcast]:
     return [b for b in reduction.broadcasts if b.changed is False and b.mean_ms > 0]
 
 
+def _steps_compared(broadcast: Broadcast) -> str:
+    steps = broadcast.compared_steps
+    return "" if steps is None else f" from step {steps[0]} to step {steps[1]}"
+
+
 def _about_broadcasts(level: LevelResult, reduction: Reduction) -> Iterator[Finding]:
     for broadcast in _needless_broadcasts(reduction):
         gain = broadcast.least_ms
@@ -191,9 +197,9 @@ def _about_broadcasts(level: LevelResult, reduction: Reduction) -> Iterator[Find
         yield Finding(
             id="needless-buffer-broadcast",
             severity=_severity(level, broadcast.mean_ms),
-            message=f"{level.id}: buffers are broadcast for nothing: they do not change. Build "
-            "DDP with broadcast_buffers=False.",
-            evidence=f"{units.nbytes(broadcast.nbytes)} of buffers, equal at both compared steps; "
+            message=f"{level.id}: buffers are broadcast for nothing: they do not change"
+            f"{_steps_compared(broadcast)}. Build DDP with broadcast_buffers=False.",
+            evidence=f"{units.nbytes(broadcast.nbytes)} of buffers, equal at all compared points; "
             f"{units.ms(broadcast.mean_ms)} ms a step{least}",
             expected_gain_ms=gain,
             expected_gain_pct=_percent(level, gain),

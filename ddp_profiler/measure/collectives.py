@@ -180,9 +180,12 @@ def _observe(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **keywords)
         hearing = _hearing()
         if not hearing:
-            if reduces:
-                _note_outside(args, keywords)
-            return original(*args, **keywords)
+            if not reduces:
+                return original(*args, **keywords)
+            _note_outside(args, keywords)
+            # Below ours there may be somebody's function that calls another of these.
+            with Unobserved():
+                return original(*args, **keywords)
         begins = [recorder.mark() for recorder, _ in hearing]
         # Some of these functions call others of them, and all wait for their work.
         _local.depth += 1

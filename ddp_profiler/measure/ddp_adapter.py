@@ -139,7 +139,7 @@ def _end_with(future: Any, span: OpenSpan, recorder: Recorder) -> None:
 
 
 class DdpAdapter:
-    """Observes one DDP module.
+    """Observes one DDP module; does not keep it alive.
 
     Args:
         ddp: The module to observe.
@@ -158,13 +158,18 @@ class DdpAdapter:
         number: int | None = None,
     ) -> None:
         available = probe()
-        self._ddp = ddp
+        self._ddp = weakref.ref(ddp)
         self._recorder = recorder
         self._number = number
         self.mechanism = mechanism or (available[0] if available else None)
         self._group: _ObservedGroup | None = None
         self._hook_registered = False
         self.attached = False
+
+    @property
+    def ddp(self) -> DDP | None:
+        """The module; None if it is gone."""
+        return self._ddp()
 
     @property
     def sources(self) -> dict[str, str | None]:
@@ -180,7 +185,7 @@ class DdpAdapter:
     def _gradient_source(self) -> str | None:
         if not self._knows_hooks:
             return None
-        return USER_HOOK if self._ddp in _user_hooks else self.mechanism
+        return USER_HOOK if self.ddp in _user_hooks else self.mechanism
 
     @property
     def _knows_hooks(self) -> bool:
@@ -188,21 +193,23 @@ class DdpAdapter:
 
         A hook that was registered while the adapter was not installed is not wrapped.
         """
-        hooked = bool(getattr(self._ddp, "_comm_hooks", ()))
-        return not hooked or self._hook_registered or self._ddp in _user_hooks
+        ddp = self.ddp
+        hooked = bool(getattr(ddp, "_comm_hooks", ()))
+        return not hooked or self._hook_registered or ddp in _user_hooks
 
     def attach(self) -> None:
-        """Starts observing. Takes effect with the next backward."""
-        if self.attached:
+        """Starts observing, if the module is still there. Takes effect with the next backward."""
+        ddp = self.ddp
+        if self.attached or ddp is None:
             return
         if self.mechanism == PROCESS_GROUP:
             if self._group is None:
-                self._group = _ObservedGroup(self._ddp.process_group, self._recorder, self._number)
-            self._ddp.reducer._update_process_group(self._group)
+                self._group = _ObservedGroup(ddp.process_group, self._recorder, self._number)
+            ddp.reducer._update_process_group(self._group)
         elif self.mechanism == COMM_HOOK and not self._hook_registered:
-            self._ddp.register_comm_hook(self, _observing_hook)
+            ddp.register_comm_hook(self, _observing_hook)
             self._hook_registered = True
-        _observers[self._ddp] = self._recorder, self._number
+        _observers[ddp] = self._recorder, self._number
         _patch_class()
         collectives.listen(self._recorder, in_backward=self._knows_hooks)
         self.attached = True
@@ -211,9 +218,11 @@ class DdpAdapter:
         """Stops observing. With the process-group mechanism nothing of ours is left in DDP."""
         if not self.attached:
             return
-        if self.mechanism == PROCESS_GROUP:
-            self._ddp.reducer._update_process_group(self._ddp.process_group)
-        _observers.pop(self._ddp, None)
+        ddp = self.ddp
+        if ddp is not None:
+            if self.mechanism == PROCESS_GROUP:
+                ddp.reducer._update_process_group(ddp.process_group)
+            _observers.pop(ddp, None)
         collectives.stop_listening(self._recorder)
         _unpatch_class()
         self.attached = False
@@ -232,7 +241,10 @@ def _observing_hook(state: DdpAdapter, bucket: Any) -> Any:
 
     DDP multiplies by 1/world where it has no hook; dividing would differ in the last bit.
     """
-    group = state._ddp.process_group
+    ddp = state.ddp
+    # It owns the reducer that calls this.
+    assert ddp is not None
+    group = ddp.process_group
     tensor = bucket.buffer().mul_(1.0 / group.size())
     span = None
     if state.attached:

@@ -19,7 +19,6 @@ from ddp_profiler.measure.topology import Topology
 from ddp_profiler.schema import (
     LevelFacts,
     LevelSettings,
-    ParameterFacts,
     RankFeed,
     RankPlace,
 )
@@ -92,39 +91,38 @@ class Description:
             UsageError: DDP has more ranks than were known when observing began.
         """
         attachment, tracker = self._attachment, self._attachment.tracker
-        if not attachment.ddps:
+        models, before = attachment.facts(rebuilt=final), self.facts
+        if models is None:
             return
-        reduced = attachment.reduced()
-        buckets = attachment.bucket_bytes() if final else None
-        first, before = attachment.ddps[0], self.facts
-        ddps, optimized = attachment.describe_ddps(), attachment.optimized
+        ddps = models.ddps
         if before is not None:
-            # Models may be gone by now; digests were taken in the warm-up only.
-            ddps = ddps if len(ddps) >= len(before.ddps) else before.ddps
-            optimized = optimized or before.optimized
-        if first.process_group.size() > self._topology.world_size:
+            # The record has spans of those that were trained before as well.
+            known = attachment.models.ever_trained - {ddp.number for ddp in ddps}
+            others = (ddp for ddp in before.ddps if ddp.number in known)
+            ddps = tuple(sorted((*others, *ddps), key=lambda ddp: ddp.number))
+        if models.group_size > self._topology.world_size:
             raise UsageError(
-                f"DistributedDataParallel has {first.process_group.size()} ranks, and observing "
+                f"DistributedDataParallel has {models.group_size} ranks, and observing "
                 f"began when only {self._topology.world_size} was known.",
                 "Begin to observe after init_process_group, or start the ranks with torchrun.",
             )
         self.facts = LevelFacts(
             id=LEVEL,
-            parameters=sum(p.numel() for p in reduced.values()),
-            gradient_bytes=sum(p.nbytes for p in reduced.values()),
-            num_buckets=len(buckets) if buckets else None,
-            bucket_bytes=buckets,
-            sources=attachment.sources,
-            reduced=tuple(ParameterFacts(name, p.nbytes) for name, p in reduced.items()),
+            parameters=models.elements,
+            gradient_bytes=sum(parameter.nbytes for parameter in models.reduced),
+            num_buckets=len(models.bucket_bytes) if models.bucket_bytes else None,
+            bucket_bytes=models.bucket_bytes,
+            sources=models.sources,
+            reduced=models.reduced,
             loss_divisor=attachment.loss_divisor,
-            built_by=ddps[0].built_by,
+            built_by=models.ddps[0].built_by,
             ddps=ddps,
-            optimized=optimized,
+            optimized=attachment.optimized,
             reduced_outside_bytes=attachment.recorder.reduced_outside_bytes,
         )
         self.level = LevelSettings(
             id=LEVEL,
-            dp=first.process_group.size(),
+            dp=models.group_size,
             micro_batch=typical(tracker.samples, 1),
             accumulation=typical(tracker.micro_steps, 1),
             placement="packed",
@@ -133,10 +131,10 @@ class Description:
         if self._topology.local_rank == 0 and not self._node_described:
             self._node_described = True
             own = environment.describe(
-                next(first.parameters()).device,
+                models.device,
                 torch.get_num_threads(),
                 self._topology.local_world_size,
-                first.process_group._get_backend_name().lower(),
+                models.backend,
             )
             self._board.publish(f"environment/{self._topology.rank}", own)
 

@@ -338,7 +338,7 @@ class Observation:
                 if self._trained and not attachment.tracker.done:
                     self._clocks.compare()
                 # The models of a window that was cut may not be all there are.
-                if self._trained and attachment.ddps and not self._described:
+                if self._trained and not self._described:
                     self._description.update(final=True)
         finally:
             self._clocks.close()

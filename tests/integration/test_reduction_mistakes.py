@@ -35,6 +35,7 @@ RIGHT = (
     "unused:needed",
     "buffers:right",
     "buffers:norm",
+    "buffers:late",
     "compiled:split",
     "compiled:right",
 )
@@ -126,7 +127,9 @@ def test_costs_are_measured(runs):
     (table,) = of("buffers:wrong")["broadcasts"]
     assert (table["nbytes"], table["changed"]) == (4 * 4096 * 256, False)
     assert table["mean_ms"] >= table["least_ms"] > 0
+    assert table["compared_steps"] == [1, 9]
     assert [b["changed"] for b in of("buffers:norm")["broadcasts"]] == [True]
+    assert [b["changed"] for b in of("buffers:late")["broadcasts"]] == [True]
     assert of("buffers:right")["broadcasts"] == []
     assert of("compiled:wrong")["first_hand_over_fraction"] > 0.5
     assert of("compiled:split")["compiled_inside"]

@@ -1,6 +1,9 @@
 """What an attachment sees of a training loop in this process, and that it leaves nothing behind."""
 
 import copy
+import gc
+import threading
+import weakref
 from types import FunctionType
 
 import pytest
@@ -9,11 +12,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader
+from torch.utils.weak import TensorWeakRef
 
 from ddp_profiler.measure import ddp_adapter
-from ddp_profiler.measure.clock import HostTimeline
+from ddp_profiler.measure.clock import DeviceTimeline, HostTimeline
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.measure.scripts.attachment import Attachment
+from ddp_profiler.measure.scripts.digests import Digests
+from ddp_profiler.measure.topology import Topology
+from ddp_profiler.observe.description import Description
 from ddp_profiler.schema import Interruption, SpanKind, Variant
 
 PHASES = (SpanKind.DATA, SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.OPTIMIZER)
@@ -37,13 +44,16 @@ def ours():
 class Observed:
     """An attachment whose spans are kept as rows."""
 
-    def __init__(self, plan=((Variant.INSTRUMENTED, 99),), sink=None):
+    def __init__(
+        self, plan=((Variant.INSTRUMENTED, 99),), sink=None, warmup=0, timeline=HostTimeline
+    ):
         self.rows = []
         self.failures = []
         self.blocks = []
         self.attachment = Attachment(
-            lambda _: Recorder(HostTimeline(), sink or self._take),
+            lambda _: Recorder(timeline(), sink or self._take),
             plan,
+            warmup=warmup,
             on_failure=self.failures.append,
             on_block=self.blocks.append,
         )
@@ -222,6 +232,73 @@ def test_evaluation_of_the_module_inside_ddp(observed):
     ]
     assert len(seen.of(SpanKind.DATA)) == 4 + 2 * 2
     assert seen.steps == [(1, 6)] * 4
+
+
+@pytest.mark.parametrize("style", ["no_grad", "detach", "separate"])
+def test_a_gan_evaluates_nothing(observed, style):
+    """What the discriminator is trained on comes from the generator, whose turn is another."""
+    torch.manual_seed(0)
+    seen = observed()
+    generator, discriminator = DDP(nn.Linear(2, 3)), DDP(nn.Linear(3, 1))
+    of_generator = torch.optim.SGD(generator.parameters(), lr=0.1)
+    of_discriminator = torch.optim.SGD(discriminator.parameters(), lr=0.1)
+    for real in DataLoader(X, batch_size=3):
+        noise = torch.randn(3, 2)
+        of_discriminator.zero_grad()
+        discriminator(real).mean().backward()
+        if style == "no_grad":
+            with torch.no_grad():
+                made = generator(noise)
+        elif style == "detach":
+            made = generator(noise).detach()
+        else:
+            whole = generator(noise)
+            made = whole.detach()
+        discriminator(made).mean().neg().backward()
+        of_discriminator.step()
+        of_generator.zero_grad()
+        if style != "separate":
+            whole = generator(noise)
+        discriminator(whole).mean().backward()
+        of_generator.step()
+    seen.finish()
+    assert seen.failures == []
+    assert seen.of(SpanKind.INTERRUPTION) == []
+    # A batch from the loader and one from the generator, then the generator's own turn.
+    assert seen.steps == [(2, 6), (1, 3)] * 2
+    forwards = [(r["step"], r["micro_step"], r["samples"]) for r in seen.of(SpanKind.FORWARD)]
+    of_both = [(0, 0, 3), (0, 1, 3), (0, 1, None), (1, 0, 3), (1, 0, None)]
+    first = [one for one in forwards if one[0] < 2]
+    if style == "no_grad":
+        # It comes first, and its samples are not those of the batch that is trained on.
+        of_both[1:3] = of_both[2:0:-1]
+    if style == "separate":
+        del of_both[4]
+    assert first == of_both
+    assert [facts.number for facts in seen.attachment.facts(rebuilt=True).ddps] == [0, 1]
+
+
+def test_a_training_mode_that_was_forgotten_does_not_make_training(observed):
+    seen = observed()
+    ddp = model()
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step, batch in enumerate(DataLoader(X, batch_size=2)):
+        ddp(batch).sum().backward()
+        sgd.step()
+        with torch.no_grad():
+            if step == 0:
+                for other in DataLoader(X, batch_size=3):
+                    ddp(other)
+                    ddp(other + 1)
+            if step == 1:
+                ddp.eval()(X)
+                ddp.train()
+    seen.finish()
+    interrupted = [r["step"] for r in seen.of(SpanKind.INTERRUPTION)]
+    # Of each batch the fetch and two calls, and then the call in evaluation mode.
+    assert interrupted == [1] * 6 + [2]
+    assert [r["samples"] for r in seen.of(SpanKind.FORWARD)] == [2, 2, 2]
+    assert seen.steps == [(1, 2)] * 3
 
 
 def test_training_in_evaluation_mode_is_training(observed):
@@ -421,3 +498,315 @@ def test_reduced_parameters_are_counted_once(observed):
     assert (first, second) == tuple(seen.attachment.ddps)
     seen.attachment.let_go()
     assert seen.attachment.ddps == []
+
+
+def train(ddp, steps=2):
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        sgd.zero_grad()
+        ddp(X).sum().backward()
+        sgd.step()
+
+
+def alive(references):
+    gc.collect()
+    return [number for number, reference in enumerate(references) if reference() is not None]
+
+
+@pytest.fixture
+def digested(monkeypatch):
+    """Has digests taken, as where there are other ranks."""
+    monkeypatch.setattr(Digests, "_has_peers", lambda _: True)
+
+
+def test_models_that_are_deleted_are_freed_at_once(observed, digested):
+    """Five trainings in a row, all in the observed steps."""
+    plan = [(Variant.WARMUP, 4), (Variant.INSTRUMENTED, 2), (Variant.PLAIN, 9)]
+    seen = observed(plan, warmup=4)
+    weights, ddps = [], []
+    for _ in range(5):
+        ddp = model()
+        weights += map(TensorWeakRef, ddp.parameters())
+        ddps.append(weakref.ref(ddp))
+        train(ddp)
+        assert ddps[-1]() is not None
+        del ddp
+        assert (alive(weights), alive(ddps)) == ([], [])
+        assert seen.attachment.ddps == []
+    seen.finish()
+    assert seen.failures == []
+    assert len(seen.steps) == 10
+    assert len(seen.of(SpanKind.GRADIENT_DIGEST)) == 2 * 2
+    assert [facts.ddp for facts in seen.attachment.optimized] == [0, 0, 1, 1]
+    # Each has a number of its own, which it keeps.
+    assert [r["value"] for r in seen.of(SpanKind.GRADIENT)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_hook_of_the_script_keeps_no_model_alive(observed):
+    def doubled(state, bucket):
+        work = torch.futures.Future()
+        work.set_result(bucket.buffer().mul_(2))
+        return work
+
+    seen = observed(plan=[(Variant.WARMUP, 1), (Variant.INSTRUMENTED, 2)])
+    ddp = model()
+    ddp.register_comm_hook(None, doubled)
+    train(ddp, 4)
+    reference = weakref.ref(ddp)
+    del ddp
+    assert alive([reference]) == []
+    seen.finish()
+    assert len(seen.of(SpanKind.GRADIENT)) == 3
+    assert seen.failures == []
+
+
+def test_a_model_that_is_not_trained_counts_nowhere(observed):
+    seen = observed(plan=[(Variant.WARMUP, 2), (Variant.INSTRUMENTED, 99)])
+    attachment = seen.attachment
+    before = DDP(nn.Linear(30, 20))
+    ddp = model()
+    # None was called yet, as where all are trained past DDP.
+    assert [ddp.number for ddp in attachment.facts(rebuilt=True).ddps] == [0, 1]
+    train(ddp, 3)
+    with torch.no_grad():
+        before.eval()(torch.ones(1, 30))
+    facts = attachment.facts(rebuilt=True)
+    assert (facts.elements, facts.bucket_bytes) == (8, (32,))
+    assert [parameter.name for parameter in facts.reduced] == ["weight", "bias"]
+    assert [ddp.number for ddp in facts.ddps] == [1]
+    # Gone, it is what it was when the last block began.
+    del ddp
+    assert attachment.facts(rebuilt=True) == facts
+    # So are all of them, and one that was never trained is no substitute.
+    del before
+    assert attachment.facts(rebuilt=True) == facts
+    seen.finish()
+    assert {r["value"] for r in seen.of(SpanKind.GRADIENT)} == {1}
+
+
+class NowAndThen(nn.Module):
+    """Changes a buffer in some of its forwards."""
+
+    def __init__(self, every):
+        super().__init__()
+        self.layer, self.every, self.calls = nn.Linear(3, 2), every, 0
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x):
+        self.calls += 1
+        self.count += self.calls % self.every == 0
+        return self.layer(x)
+
+
+def test_buffers_are_looked_at_between_blocks_too(observed, digested):
+    window = [(Variant.PLAIN, 4), (Variant.INSTRUMENTED, 4), (Variant.INSTRUMENTED, 2)]
+    seen = observed([(Variant.WARMUP, 1), (Variant.WARMUP, 1), *window, (None, 3), *window])
+    ddp = DDP(NowAndThen(every=8))
+    train(ddp, 30)
+    seen.finish()
+    points = seen.of(SpanKind.BUFFER_DIGEST)
+    # The model of a later window is found by its first call.
+    steps = [1, 2, 6, 10, 19, 23]
+    assert [(r["step"], r["micro_step"], r["index"]) for r in points] == [
+        (step, -1, 0) for step in steps
+    ]
+    assert len({r["value"] for r in points if r["step"] < 8}) == 1
+    assert len({r["value"] for r in points}) == 3
+    # Each lies in no step.
+    spans = [(r["begin_ns"], r["end_ns"]) for r in seen.of(SpanKind.STEP)]
+    assert not any(begin < r["begin_ns"] < end for r in points for begin, end in spans)
+    assert seen.failures == []
+
+
+def test_what_was_known_of_a_model_is_no_longer_in_a_later_window(observed):
+    window = (Variant.INSTRUMENTED, 2)
+    seen = observed(plan=[(Variant.WARMUP, 2), window, (None, 3), window, window])
+    train(model(), 5)
+    train(DDP(nn.Linear(3, 1)), 5)
+    assert seen.attachment.facts(rebuilt=True).elements == 4
+    assert [ddp.number for ddp in seen.attachment.facts(rebuilt=True).ddps] == [1]
+
+
+def test_a_model_is_freed_after_the_window(observed, digested):
+    seen = observed([(Variant.WARMUP, 2), (Variant.INSTRUMENTED, 1), (None, 99)], warmup=2)
+    ddp = model()
+    weights, ddps = [*map(TensorWeakRef, ddp.parameters())], [weakref.ref(ddp)]
+    train(ddp, 5)
+    assert seen.blocks[-1] is None
+    assert seen.attachment.ddps == []
+    # Facts that the record refers to stay.
+    assert len(seen.attachment.optimized) == 2
+    del ddp
+    assert (alive(weights), alive(ddps)) == ([], [])
+    seen.finish()
+    assert len(seen.of(SpanKind.GRADIENT_DIGEST)) == 4
+
+
+def test_a_model_that_is_built_between_windows_is_met_at_its_first_call(observed):
+    window = (Variant.INSTRUMENTED, 2)
+    seen = observed([(Variant.WARMUP, 1), window, (None, 4), window, (None, 9)])
+    train(model(), 4)
+    # What was kept of the first window's model is not taken for another one's.
+    assert seen.attachment.facts(rebuilt=True) is None
+    other = model()
+    assert seen.attachment.ddps == []
+    train(other, 3)
+    assert seen.attachment.ddps == []
+    train(other, 1)
+    assert seen.attachment.ddps == [other]
+    train(other, 4)
+    assert seen.attachment.ddps == []
+    reference = weakref.ref(other)
+    del other
+    assert alive([reference]) == []
+    seen.finish()
+    assert [r["value"] for r in seen.of(SpanKind.GRADIENT)] == [0, 0, 0, 1, 1]
+
+
+def test_an_evaluation_with_which_a_later_window_begins(observed):
+    window = (Variant.INSTRUMENTED, 2)
+    seen = observed([(Variant.WARMUP, 1), window, (None, 2), window])
+    ddp = model()
+    train(ddp, 5)
+    ddp.eval()
+    for batch in DataLoader(X, batch_size=3):
+        ddp.module(batch)
+    ddp.train()
+    train(ddp, 3)
+    seen.finish()
+    interrupted = [(r["step"], r["index"]) for r in seen.of(SpanKind.INTERRUPTION)]
+    assert interrupted == [(5, Interruption.EVALUATION)] * 2
+
+
+class Anchored(DeviceTimeline):
+    """A device's timeline without a device, that counts its anchors."""
+
+    anchors = 0
+
+    def __init__(self):
+        self._host = HostTimeline()
+        self.mark = self._host.mark
+
+    def move_anchor(self):
+        Anchored.anchors += 1
+
+    def time_ns(self, mark):
+        return self._host.time_ns(mark)
+
+    def release(self, marks):
+        pass
+
+
+def test_a_devices_time_is_anchored_anew_after_a_rest(observed, monkeypatch):
+    monkeypatch.setattr(Anchored, "anchors", 0)
+    window = (Variant.INSTRUMENTED, 2)
+    seen = observed([(Variant.WARMUP, 1), window, (None, 2), window, (None, 3)], timeline=Anchored)
+    ddp = model()
+    anchors = []
+    for _ in range(9):
+        train(ddp, 1)
+        anchors.append(Anchored.anchors)
+    # It is the first act of its first step that begins a window.
+    assert anchors == [0] * 5 + [1] * 4
+    seen.finish()
+
+
+def test_a_step_that_has_not_begun_has_no_digest(observed, digested):
+    """Some scripts have an optimizer step before anything else."""
+    seen = observed([(Variant.WARMUP, 2), (Variant.INSTRUMENTED, 9)], warmup=2)
+    ddp = model()
+    torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+    train(ddp, 3)
+    seen.finish()
+    assert [r["step"] for r in seen.of(SpanKind.GRADIENT_DIGEST)] == [1, 1]
+
+
+def test_what_somebody_has_put_around_ours_stays(observed):
+    seen = observed()
+    original = torch.autograd.backward
+    ddp = model()
+    ours_there = torch.autograd.backward
+    assert ours_there is not original
+
+    def theirs(*args, **keywords):
+        return ours_there(*args, **keywords)
+
+    try:
+        torch.autograd.backward = theirs
+        train(ddp, 1)
+        seen.attachment.uninstall()
+        assert torch.autograd.backward is theirs
+        train(ddp, 1)
+    finally:
+        torch.autograd.backward = original
+    seen.finish()
+    assert len(seen.of(SpanKind.BACKWARD)) == 1
+
+
+def test_nobody_looks_for_other_training_once_there_is_a_model(observed):
+    seen = observed()
+    initializer = nn.DataParallel.__init__
+    plain = nn.Linear(3, 2)
+    train(plain, 2)
+    train(model(), 3)
+    seen.finish()
+    assert dict(seen.attachment.elsewhere.steps) == {"SGD": 2}
+    assert nn.DataParallel.__init__ is not initializer
+
+
+def test_an_optimizer_of_another_thread_is_none_of_the_loops(observed, digested):
+    seen = observed([(Variant.WARMUP, 2), (Variant.INSTRUMENTED, 9)], warmup=2)
+    ddp = model()
+    own = nn.Parameter(torch.ones(2))
+    aside = torch.optim.SGD([own], lr=0.1)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(3):
+        ddp(X).sum().backward()
+        thread = threading.Thread(target=aside.step)
+        thread.start()
+        thread.join()
+        sgd.step()
+    seen.finish()
+    assert len(seen.of(SpanKind.OPTIMIZER)) == 3
+    assert len(seen.attachment.optimized) == 2
+    assert seen.attachment._stepping == []
+    assert seen.steps == [(1, 6)] * 3
+
+
+class Board(dict):
+    """What ranks say to each other, here to themselves."""
+
+    publish = dict.__setitem__
+
+    def find(self, name, kind=None):
+        return self.get(name)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_what_is_described_after_each_window(observed, digested, gone):
+    window = (Variant.INSTRUMENTED, 2)
+    seen = observed([(Variant.WARMUP, 2), window, (None, 2), window, (None, 9)], warmup=2)
+    description = Description(Topology(0, 0, 1, 1, True), Board(), seen.attachment)
+    described = []
+
+    def ends(variant):
+        if variant is None:
+            description.update(final=True)
+            described.append(description.facts)
+
+    seen.attachment._on_block = ends
+    one, untrained = model(), model()
+    train(one, 5)
+    if gone:
+        del one
+    del untrained
+    train(DDP(nn.Linear(3, 1)), 5)
+    seen.finish()
+    first, second = described
+    assert [facts.ddp for facts in first.optimized] == [0, 0, 1, 1]
+    assert (first.parameters, first.bucket_bytes) == (8, (32,))
+    assert [ddp.number for ddp in first.ddps] == [0]
+    # Digests were taken in the warm-up only, of a model that is gone now.
+    assert second.optimized == first.optimized
+    assert (second.parameters, second.bucket_bytes) == (4, (16,))
+    assert [ddp.number for ddp in second.ddps] == [0, 2]

@@ -74,6 +74,31 @@ def test_nothing_is_recorded_outside_forward_and_backward(recorder):
     assert found(recorder) == []
 
 
+def test_what_the_loop_reduces_by_itself_is_counted_once(monkeypatch):
+    def all_reduce_coalesced(tensors):
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+    monkeypatch.setattr(dist, "all_reduce_coalesced", all_reduce_coalesced)
+    recorder = Recorder(HostTimeline(), lambda columns: None)
+    collectives.listen(recorder)
+    try:
+        dist.all_reduce_coalesced([torch.zeros(10), torch.zeros(5)])
+        assert recorder.reduced_outside_bytes == 60
+        with collectives.Unobserved():
+            dist.all_reduce(torch.zeros(10))
+        on_another_thread(lambda: dist.all_reduce(torch.zeros(10)))
+        dist.broadcast(torch.zeros(10), 0)
+        recorder.phase = SpanKind.FORWARD
+        dist.all_reduce_coalesced([torch.zeros(10)])
+        assert recorder.reduced_outside_bytes == 60
+        recorder.phase = None
+        dist.all_reduce(torch.zeros(10))
+        assert recorder.reduced_outside_bytes == 100
+    finally:
+        collectives.stop_listening(recorder)
+
+
 def test_other_threads_count_in_a_backward_pass_only(recorder):
     for recorder.phase in (SpanKind.FORWARD, SpanKind.BACKWARD):
         on_another_thread(lambda: dist.all_reduce(torch.zeros(10)))

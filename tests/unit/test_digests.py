@@ -1,5 +1,7 @@
 """Digests of gradients: equal bits have equal digests wherever they lie in memory."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -96,7 +98,9 @@ def ddp(process_group, monkeypatch):
 def taken(ddp, optimizers, warmup, steps):
     rows = Kept()
     recorder = Recorder(HostTimeline(), rows)
-    digests = Digests(recorder, warmup, [ddp], lambda: dict(ddp.module.named_parameters()))
+    digests = Digests(
+        recorder, warmup, lambda: {0: ddp}, lambda: dict(ddp.module.named_parameters())
+    )
     for step in range(steps):
         recorder.begin_micro_step(step, 0)
         for optimizer in optimizers:
@@ -136,15 +140,55 @@ def test_several_optimizers_and_a_parameter_outside(ddp):
         *(OptimizedParameter(name, ParameterPlace.REDUCED, 0) for name in names),
         OptimizedParameter("SGD group 0 parameter 1 (2)", ParameterPlace.OUTSIDE),
     )
-    digests.let_go()
-    assert digests.parameters == ()
+
+
+def test_models_are_walked_as_often_however_many_parameters_they_have(process_group, monkeypatch):
+    monkeypatch.setattr(Digests, "_has_peers", lambda _: True)
+    walks = []
+    named_parameters = nn.Module.named_parameters
+
+    def counted(self, *args, **keywords):
+        walks.append(self)
+        return named_parameters(self, *args, **keywords)
+
+    counts = []
+    for layers in (2, 60):
+        model = DDP(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers))))
+        outside = [nn.Parameter(torch.ones(2)) for _ in range(layers)]
+        optimizers = [torch.optim.SGD([p], lr=0.1) for p in (*model.parameters(), *outside)]
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.Module, "named_parameters", counted)
+            rows, _ = taken(model, optimizers, 2, 2)
+        assert len(rows.points(SpanKind.GRADIENT_DIGEST)) == 2 * 3 * layers
+        counts.append(len(walks))
+        walks.clear()
+    assert counts[0] == counts[1]
+
+
+def test_another_parameter_in_the_place_of_one_that_is_gone(ddp):
+    """It may have its id, never its ordinal."""
+    recorder = Recorder(HostTimeline(), Kept())
+    digests = Digests(recorder, 2, lambda: {0: ddp}, lambda: dict(ddp.module.named_parameters()))
+    for step in range(2):
+        recorder.begin_micro_step(step, 0)
+        own = nn.Parameter(torch.ones(2))
+        digests.take(torch.optim.SGD([own], lr=0.1), step)
+        number = id(own)
+        gone = weakref.ref(own)
+        del own
+        assert gone() is None
+        # As the next one may do by chance.
+        again = nn.Parameter(torch.ones(2))
+        digests._ordinals[id(again)] = digests._ordinals[number]
+        assert digests._known(again) is None
+    assert [parameter.place for parameter in digests.parameters[4:]] == [ParameterPlace.OUTSIDE] * 2
 
 
 def test_a_step_without_optimizer_is_made_up_for(ddp):
     rows = Kept()
     recorder = Recorder(HostTimeline(), rows)
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    digests = Digests(recorder, 5, [ddp], lambda: dict(ddp.module.named_parameters()))
+    digests = Digests(recorder, 5, lambda: {0: ddp}, lambda: dict(ddp.module.named_parameters()))
     for step in (0, 3, 4, 5, 6):
         recorder.begin_micro_step(step, 0)
         if digests.wanted(step):

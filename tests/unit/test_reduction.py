@@ -277,12 +277,16 @@ def test_a_map_of_several_backwards_does_not_tell_that_each_uses_all():
     assert said(found) == []
 
 
-def buffers(ddp, values, sync=6.0):
+def buffers(ddp, values, sync=6.0, of_rank_1=None, steps=(0, 1, 4)):
+    """Points in two warm-up steps, and one before the first step of a plain block."""
     info, columns = script(ddps=(ddp,), sync=sync)
     for rank, own in columns.items():
-        spans = Spans(variant=int(Variant.WARMUP), block=0)
-        for step, value in enumerate(values):
-            spans.add(SpanKind.BUFFER_DIGEST, 90, 90, step=step, index=0, value=value)
+        spans = Spans()
+        of_rank = values if rank == 0 or of_rank_1 is None else of_rank_1
+        for step, value in zip(steps, of_rank, strict=False):
+            variant = int(Variant.PLAIN if step == 4 else Variant.WARMUP)
+            where = {"step": step, "index": 0, "variant": variant}
+            spans.add(SpanKind.BUFFER_DIGEST, 90, 90, value=value, **where)
         added = spans.columns()
         columns[rank] = {n: [*own[n].tolist(), *added[n].tolist()] for n in own}
     arrays = {r: {n: np.array(v) for n, v in own.items()} for r, own in columns.items()}
@@ -293,12 +297,43 @@ HOLDING = replace(DDP, buffer_bytes=1000)
 
 
 def test_buffers_that_do_not_change_are_broadcast_for_nothing():
-    found = buffers(HOLDING, (9, 9))
+    found = buffers(HOLDING, (9, 9, 9))
     (broadcast,) = found.levels[0].reduction.broadcasts
     assert (broadcast.changed, broadcast.mean_ms) == (False, pytest.approx(6.0))
+    assert broadcast.compared_steps == (0, 4)
     finding = the(found, "needless-buffer-broadcast")
     assert finding.severity == "warning"
     assert finding.expected_gain_ms == pytest.approx(6.0)
+    assert "they do not change from step 0 to step 4." in finding.message
+
+
+@pytest.mark.parametrize("values", [(9, 8, 8), (9, 9, 8), (9, 8, 9)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_buffers_that_change_at_any_time_on_any_rank_are_no_finding(values, rank):
+    same = (9, 9, 9)
+    of_ranks = (values, same) if rank == 0 else (same, values)
+    found = buffers(HOLDING, of_ranks[0], of_rank_1=of_ranks[1])
+    assert [b.changed for b in found.levels[0].reduction.broadcasts] == [True]
+    assert said(found) == []
+
+
+def test_buffers_that_a_rank_changes_back_after_each_broadcast_are_no_finding():
+    assert said(buffers(HOLDING, (9, 9, 9), of_rank_1=(8, 8, 8))) == []
+    # Groups of some ranks have buffers of their own.
+    apart = buffers(replace(HOLDING, group_size=3), (9, 9, 9), of_rank_1=(8, 8, 8))
+    assert said(apart) == [("needless-buffer-broadcast", "warning")]
+
+
+def test_buffers_of_a_rank_that_has_no_points_are_not_known():
+    found = buffers(HOLDING, (9, 9, 9), of_rank_1=())
+    assert [b.changed for b in found.levels[0].reduction.broadcasts] == [None]
+    assert said(found) == []
+
+
+def test_spans_name_a_model_by_its_number_among_all_that_were_built():
+    other = replace(HOLDING, number=3)
+    assert said(buffers(other, (9, 9))) == []
+    assert said(buffers(replace(HOLDING, number=0), (9, 9))) != []
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ import contextlib
 import functools
 import sys
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -34,16 +35,16 @@ from ddp_profiler.measure.backward import BackwardWatch
 from ddp_profiler.measure.batches import number_of_samples
 from ddp_profiler.measure.clock import DeviceTimeline
 from ddp_profiler.measure.marks import Recorder
-from ddp_profiler.measure.scripts.construction import Construction, building_package
+from ddp_profiler.measure.scripts.construction import building_package
 from ddp_profiler.measure.scripts.digests import Digests
 from ddp_profiler.measure.scripts.feeding import FeedWatch
 from ddp_profiler.measure.scripts.kept_step import KeptStep
 from ddp_profiler.measure.scripts.loss_divisor import loss_divisor
+from ddp_profiler.measure.scripts.models import ModelFacts, Models
 from ddp_profiler.measure.scripts.other_training import OtherTraining
 from ddp_profiler.measure.scripts.steps import StepTracker
 from ddp_profiler.measure.untraced import skip_frame
 from ddp_profiler.schema import (
-    DdpFacts,
     Interruption,
     OptimizedParameter,
     SpanKind,
@@ -60,6 +61,16 @@ _SAVERS = (
     ("safetensors.torch", "serialize_file"),
     ("torch.distributed.checkpoint.state_dict_saver", "_save_state_dict"),
 )
+
+
+class _Purpose(Enum):
+    """What a script calls a model for."""
+
+    GRADIENTS = auto()
+    """To be trained."""
+    TRAINING = auto()
+    """To train another one with what it returns."""
+    EVALUATION = auto()
 
 
 class Attachment:
@@ -94,7 +105,7 @@ class Attachment:
         kept: KeptStep | None = None,
         on_feed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.ddps: list[DDP] = []
+        self.models = Models()
         self.built = False
         """Whether the script has built any, or trained one that was there."""
         self.started = False
@@ -112,12 +123,7 @@ class Attachment:
         self._divisors: Counter[float | None] = Counter()
         self._scaled = False
         """Whether a GradScaler has scaled a loss since the last backward."""
-        self._adapters: list[ddp_adapter.DdpAdapter] = []
-        self._constructions: weakref.WeakKeyDictionary[DDP, Construction] = (
-            weakref.WeakKeyDictionary()
-        )
         self._thread = threading.get_ident()
-        self._built = 0
         self._between_blocks = False
         self._depth: dict[str, int] = {}
         self._replaced: list[tuple[Any, str, Any, Any]] = []
@@ -152,7 +158,9 @@ class Attachment:
         self.recorder = self._make_recorder(device)
         self._watch = BackwardWatch(self.recorder)
         self.tracker = StepTracker(self.recorder, self._plan, self._switch)
-        self._digests = Digests(self.recorder, self._warmup, self.ddps, self.reduced)
+        self._digests = Digests(
+            self.recorder, self._warmup, lambda: self.models.observed, self._reducible
+        )
         self.started = True
         self._replace(torch.autograd, "backward", self._on_backward)
         self._replace(Optimizer, "zero_grad", self._of_optimizer("zero"))
@@ -183,7 +191,7 @@ class Attachment:
         self._replaced.clear()
         for handle in self._handles:
             handle.remove()
-        for adapter in self._adapters:
+        for adapter in self.models.adapters():
             adapter.detach()
         if self._user_hooks is not None:
             self._user_hooks.__exit__(None, None, None)
@@ -235,7 +243,10 @@ class Attachment:
     def _begin_block(self, variant: Variant | None) -> None:
         if variant is not None:
             self._wake()
-            for adapter in self._adapters:
+            if self.started:
+                self.models.keep(rebuilt=self.tracker.step > 1)
+                self._digests.between_blocks(self.tracker.step)
+            for adapter in self.models.adapters():
                 if variant is Variant.PLAIN:
                     adapter.detach()
                 else:
@@ -245,11 +256,11 @@ class Attachment:
             self.uninstall()
             self._on_block(None)
         else:
-            for adapter in self._adapters:
+            for adapter in self.models.adapters():
                 adapter.detach()
             self._on_block(None)
             # The script may want to free them; those that train on are found at their next call.
-            self._forget()
+            self.models.forget()
             self._resting = True
 
     def _wake(self) -> None:
@@ -303,27 +314,19 @@ class Attachment:
     def _on_init(self, original: Any, args: Any, keywords: Any) -> Any:
         built_by = self._guard(building_package)
         result = original(*args, **keywords)
-        self._guard(self._note, args[0], built_by or "")
+        self._guard(self.models.note, args[0], built_by or "")
         if not self._resting:
             self._guard(self._adopt, args[0])
         return result
 
-    def _note(self, ddp: DDP, built_by: str) -> None:
-        """Notes how a model was built; it is not kept alive by that."""
-        if ddp not in self._constructions:
-            self._constructions[ddp] = Construction(ddp, built_by, self._built)
-            self._built += 1
-
     def _adopt(self, ddp: DDP) -> None:
         # Of one that was there before nobody knows who has built it.
-        self._note(ddp, "")
+        self.models.note(ddp, "")
         self.built = True
-        self.ddps.append(ddp)
         if not self.started:
             self._start(next(ddp.parameters()).device)
         self._replace_savers()
-        adapter = ddp_adapter.DdpAdapter(ddp, self.recorder, number=self._constructions[ddp].number)
-        self._adapters.append(adapter)
+        adapter = self.models.observe(ddp, self.recorder)
         if self.tracker.observing:
             adapter.attach()
 
@@ -339,40 +342,53 @@ class Attachment:
     def _call(self, original: Any, args: Any, keywords: Any, ddp: DDP) -> Any:
         if self._depth.get("forward") or self._rests():
             return original(*args, **keywords)
-        evaluates = not torch.is_grad_enabled()
-        if not evaluates and not any(known is ddp for known in self.ddps):
+        if torch.is_grad_enabled() and not self.models.observes(ddp):
             self._guard(self._adopt, ddp)
         if not self.started or not self.installed:
             return original(*args, **keywords)
-        begin = self._guard(self._begin_call, evaluates, (args[1:], keywords))
+        begun = self._guard(self._begin_call, ddp, (args[1:], keywords))
         try:
             _, result = self._outermost("forward", lambda: original(*args, **keywords))
         finally:
             self.recorder.phase = None
-        if begin is not None:
-            self._guard(self._end_call, evaluates, begin, ddp, (args[1:], keywords))
+        if begun is not None:
+            self._guard(self._end_call, *begun, ddp, (args[1:], keywords))
         return result
 
-    def _begin_call(self, evaluates: bool, inputs: Any) -> Any:
+    def _purpose(self, ddp: DDP) -> _Purpose:
+        """Tells what a model is called for."""
+        if torch.is_grad_enabled():
+            return _Purpose.GRADIENTS
+        if torch.is_inference_mode_enabled() or not ddp.module.training:
+            return _Purpose.EVALUATION
+        # Without gradients a GAN calls its generator too, to train the discriminator.
+        fetched = self.tracker.fetched_for_evaluation
+        return _Purpose.EVALUATION if fetched else _Purpose.TRAINING
+
+    def _begin_call(self, ddp: DDP, inputs: Any) -> tuple[_Purpose, Any]:
         self._act()
-        if self._kept is not None and evaluates:
+        purpose = self._purpose(ddp)
+        if purpose is _Purpose.GRADIENTS:
+            self.models.train(ddp)
+        if self._kept is not None and purpose is _Purpose.EVALUATION:
             self._kept.evaluated(self.tracker.step)
-        elif self._kept is not None:
+        elif self._kept is not None and purpose is _Purpose.GRADIENTS:
             self._kept.called(self.tracker.step, inputs)
-        if not evaluates:
+        if purpose is not _Purpose.EVALUATION:
             self.tracker.begins_call()
             if self.tracker.observing:
                 self.recorder.phase = SpanKind.FORWARD
-        return self.recorder.mark()
+        return purpose, self.recorder.mark()
 
-    def _end_call(self, evaluates: bool, begin: Any, model: Any, inputs: Any) -> None:
+    def _end_call(self, purpose: _Purpose, begin: Any, ddp: DDP, inputs: Any) -> None:
         end = self.recorder.mark()
-        if evaluates:
+        if purpose is _Purpose.EVALUATION:
             self.feed.evaluated()
             self.tracker.interrupted(Interruption.EVALUATION, begin, end)
+        elif purpose is _Purpose.TRAINING:
+            self.tracker.called_without_gradients(begin, end)
         else:
             samples = number_of_samples(inputs, self._batch_dim)
-            ddp = getattr(model, "_orig_mod", model)
             self.tracker.called(begin, end, samples, self.feed.tokens(ddp, inputs))
             self.feed.trained(samples, joins=ddp._join_config.enable)
 
@@ -441,7 +457,7 @@ class Attachment:
         # Frameworks evaluate the module inside DDP, whose calls are not seen.
         end = self.recorder.mark()
         # When a window begins none was called in it yet: then all that were ever seen count.
-        training = [ddp.module.training for ddp in self.ddps or self._constructions.keys()]
+        training = [ddp.module.training for ddp in self.ddps or self.models.built]
         evaluates = not torch.is_grad_enabled() or (bool(training) and not any(training))
         self.tracker.fetched(begin, end, evaluates=evaluates)
         self.feed.fetched(iterator, batch, compares=self.tracker.warming_up, evaluates=evaluates)
@@ -451,7 +467,7 @@ class Attachment:
     def _act(self) -> None:
         self.tracker.act()
         if self._kept is not None:
-            self._kept.begins(self.tracker.step, self.ddps, self.reduced)
+            self._kept.begins(self.tracker.step, self.ddps, self._reducible)
 
     def _begin_act(self) -> Any:
         self._act()
@@ -516,13 +532,16 @@ class Attachment:
     # -- what is known of the models ----------------------------------------------------------
 
     @property
-    def sources(self) -> dict[str, str | None]:
-        """Which mechanism gives each figure; None where one of the models has none."""
-        known: dict[str, str | None] = {"local_backward_end": backward.SOURCE}
-        for adapter in self._adapters:
-            for name, source in adapter.sources.items():
-                known[name] = source if name not in known or known[name] == source else None
-        return known
+    def ddps(self) -> list[DDP]:
+        """The models that are observed and still there."""
+        return list(self.models.observed.values())
+
+    def facts(self, *, rebuilt: bool) -> ModelFacts | None:
+        """Returns what is known of the models that are trained; see :meth:`Models.facts`."""
+        found = self.models.facts(rebuilt=rebuilt)
+        if found is None:
+            return None
+        return replace(found, sources={"local_backward_end": backward.SOURCE, **found.sources})
 
     @property
     def loss_divisor(self) -> float | None:
@@ -530,22 +549,12 @@ class Attachment:
         return self._divisors.most_common(1)[0][0] if self._divisors else None
 
     def reduced(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters that are reduced, each once, frozen and ignored ones not."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
-        several = len(self.ddps) > 1
-        for ddp in self.ddps:
-            construction = self._constructions[ddp]
-            for name, parameter in construction.reduced.items():
-                # Names of several models may be equal.
-                key = f"{construction.number}.{name}" if several else name
-                found.setdefault(id(parameter), (key, parameter))
-        return dict(found.values())
+        """Returns the parameters that the models that are trained reduce, each once."""
+        return self.models.reduced(self.models.counted)
 
-    def describe_ddps(self) -> tuple[DdpFacts, ...]:
-        """Describes how the script has built its models."""
-        known = sorted(self._constructions.values(), key=lambda built: built.number)
-        described = (construction.describe() for construction in known)
-        return tuple(facts for facts in described if facts is not None)
+    def _reducible(self) -> dict[str, nn.Parameter]:
+        """Returns those of all models: each may be trained yet."""
+        return self.models.reduced(self.models.observed)
 
     @property
     def optimized(self) -> tuple[OptimizedParameter, ...]:
@@ -555,28 +564,7 @@ class Attachment:
     def let_go(self) -> None:
         """Takes everything out and forgets the models, which a script may want to free."""
         self.uninstall()
-        self._forget()
-
-    def _forget(self) -> None:
-        self.ddps.clear()
-        self._adapters.clear()
-        if self.started:
-            self._digests.let_go()
-
-    def bucket_bytes(self) -> tuple[int, ...] | None:
-        """Returns the sizes of all buckets as DDP's logger has them; None where it has none.
-
-        DDP could also make zeros in the shape of its buckets, as large as all gradients: too
-        much memory for somebody else's training.
-        """
-        sizes: list[int] = []
-        for ddp in self.ddps:
-            logged = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-            text = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes")
-            if not isinstance(text, str) or not text.strip():
-                return None
-            sizes += [int(size) for size in text.split(",")]
-        return tuple(sizes) or None
+        self.models.forget()
 
 
 def _has_closure(args: Any, keywords: Any) -> bool:

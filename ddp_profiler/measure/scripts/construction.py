@@ -73,6 +73,7 @@ class Construction:
             compiled_inside=_holds_compiled(ddp.module),
             group_size=ddp.process_group.size(),
             built_by=self._built_by,
+            number=self.number,
         )
 
 

@@ -2,7 +2,8 @@
 
 Every rank takes its own; the analysis compares them. So no collective of ours is needed to find
 ranks that step with different gradients. They are taken at two steps of the warm-up only, which
-no figure is made of, and cost one pass over the gradients each.
+no figure is made of, and cost one pass over the gradients each. Those of buffers are also taken
+between blocks of steps: some change now and then only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.weak import TensorWeakRef
 
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.schema import OptimizedParameter, ParameterPlace, SpanKind
@@ -87,15 +89,6 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """A parameter that has an ordinal; held so that its identity stays its own."""
-
-    ordinal: int
-    parameter: nn.Parameter
-    facts: OptimizedParameter
-
-
-@dataclass(frozen=True)
 class _Point:
     """A digest that is still on its device."""
 
@@ -114,7 +107,7 @@ class Digests:
     Args:
         recorder: Takes the points.
         warmup: Steps of the warm-up.
-        ddps: The models so far; more may come.
+        ddps: Tells the models so far by their numbers; more may come, and some go.
         reduced: Tells the parameters that they reduce, by name.
     """
 
@@ -122,7 +115,7 @@ class Digests:
         self,
         recorder: Recorder,
         warmup: int,
-        ddps: Sequence[DDP],
+        ddps: Callable[[], Mapping[int, DDP]],
         reduced: Callable[[], Mapping[str, nn.Parameter]],
     ) -> None:
         self._recorder = recorder
@@ -134,17 +127,14 @@ class Digests:
         self._seen: set[int] = set()
         self._others: dict[int, tuple[str, ParameterPlace]] = {}
         """Of this step: names and places of parameters that a DDP holds and does not reduce."""
-        self._entries: dict[int, _Entry] = {}
+        self._ordinals: dict[int, tuple[int, TensorWeakRef]] = {}
+        """By a parameter's id, with the parameter, whose id another may have when it is gone."""
+        self._parameters: list[OptimizedParameter] = []
 
     @property
     def parameters(self) -> tuple[OptimizedParameter, ...]:
         """The parameters by their ordinals: what DDP reduces first, then others, as they came."""
-        return tuple(entry.facts for entry in self._entries.values())
-
-    def let_go(self) -> None:
-        """Forgets the parameters."""
-        self._entries.clear()
-        self._others.clear()
+        return tuple(self._parameters)
 
     def wanted(self, step: int) -> bool:
         """Tells whether digests are taken when an optimizer steps in this step."""
@@ -152,7 +142,20 @@ class Digests:
             return True
         if not self._due or not self._due[0] <= step <= self._last or self._recorder.step != step:
             return False
-        return any(ddp.process_group.size() > 1 for ddp in self._ddps)
+        return self._has_peers()
+
+    def _has_peers(self) -> bool:
+        return any(ddp.process_group.size() > 1 for ddp in self._ddps().values())
+
+    def between_blocks(self, step: int) -> None:
+        """Takes the digests of the buffers between two blocks, so in the time of no step.
+
+        Args:
+            step: The step that begins next.
+        """
+        if self._has_peers():
+            self._recorder.begin_micro_step(step, -1)
+            self._record(list(self._buffers()))
 
     def take(self, optimizer: Any, step: int) -> None:
         """Takes the digests of an optimizer's gradients, and once a step those of the buffers.
@@ -172,6 +175,9 @@ class Digests:
             self._others = self._unreduced()
             points += self._buffers()
         points += self._gradients(optimizer)
+        self._record(points)
+
+    def _record(self, points: Sequence[_Point]) -> None:
         values = _told(points)
         mark = self._recorder.mark()
         for point, value in zip(points, values, strict=True):
@@ -184,19 +190,19 @@ class Digests:
         for number, group in enumerate(optimizer.param_groups):
             names = group.get("param_names", ())
             for place, parameter in enumerate(group["params"]):
-                if id(parameter) in self._seen:
-                    continue
-                self._seen.add(id(parameter))
                 shape = "x".join(str(size) for size in parameter.shape) or "scalar"
                 name = f"{type(optimizer).__name__} group {number} parameter {place} ({shape})"
                 ordinal = self._ordinal(parameter, names[place] if place < len(names) else name)
+                if ordinal in self._seen:
+                    continue
+                self._seen.add(ordinal)
                 gradient = parameter.grad
                 value = nothing if gradient is None else _tried(gradient, parameter)
                 if value is not None:
                     yield _Point(SpanKind.GRADIENT_DIGEST, ordinal, parameter.nbytes, value)
 
     def _buffers(self) -> Iterator[_Point]:
-        for number, ddp in enumerate(self._ddps):
+        for number, ddp in self._ddps().items():
             values = [_tried(buffer) for buffer in getattr(ddp, "modules_buffers", ())]
             known = [value for value in values if value is not None]
             if not known or len(known) < len(values):
@@ -206,26 +212,30 @@ class Digests:
             yield _Point(SpanKind.BUFFER_DIGEST, number, None, torch.stack(each).sum())
 
     def _ordinal(self, parameter: nn.Parameter, name: str) -> int:
-        entry = self._entries.get(id(parameter))
-        if entry is None:
-            other = self._others.get(id(parameter), (name, ParameterPlace.OUTSIDE))
-            entry = self._enter(parameter, *other)
-        return entry.ordinal
+        known = self._known(parameter)
+        if known is not None:
+            return known
+        other = self._others.get(id(parameter), (name, ParameterPlace.OUTSIDE))
+        return self._enter(parameter, *other)
+
+    def _known(self, parameter: nn.Parameter) -> int | None:
+        ordinal, same = self._ordinals.get(id(parameter), (None, lambda: None))
+        return ordinal if same() is parameter else None
 
     def _enter(
         self, parameter: nn.Parameter, name: str, place: ParameterPlace, ddp: int = -1
-    ) -> _Entry:
-        known = self._entries.get(id(parameter))
-        if known is None:
-            facts = OptimizedParameter(name, place, ddp)
-            known = _Entry(len(self._entries), parameter, facts)
-            self._entries[id(parameter)] = known
-        return known
+    ) -> int:
+        ordinal = self._known(parameter)
+        if ordinal is None:
+            ordinal = len(self._parameters)
+            self._parameters.append(OptimizedParameter(name, place, ddp))
+            self._ordinals[id(parameter)] = ordinal, TensorWeakRef(parameter)
+        return ordinal
 
     def _unreduced(self) -> dict[int, tuple[str, ParameterPlace]]:
         """Returns name and place of all parameters in DDPs, for those that none reduces."""
         found: dict[int, tuple[str, ParameterPlace]] = {}
-        for ddp in self._ddps:
+        for ddp in self._ddps().values():
             ignored = set(getattr(ddp, "parameters_to_ignore", ()))
             for name, parameter in ddp.module.named_parameters():
                 place = ParameterPlace.IGNORED if name in ignored else ParameterPlace.FROZEN
@@ -236,7 +246,7 @@ class Digests:
         """Returns which DDP holds each parameter, and whether that reduces over all ranks."""
         world = torch.distributed.get_world_size()
         found: dict[int, tuple[ParameterPlace, int]] = {}
-        for number, ddp in enumerate(self._ddps):
+        for number, ddp in self._ddps().items():
             whole = ddp.process_group.size() == world
             place = ParameterPlace.REDUCED if whole else ParameterPlace.SUBGROUP
             for parameter in ddp.module.parameters():

@@ -66,6 +66,8 @@ class StepTracker:
         self._backwards = 0
         self._samples: int | None = None
         self._for_evaluation: tuple[Mark, Mark] | None = None
+        self.fetched_for_evaluation = False
+        """Whether the last fetch seemed to be for an evaluation, and no training followed yet."""
         self._tokens: int | None = None
         self._next_block()
 
@@ -117,6 +119,7 @@ class StepTracker:
         self._acted(end)
         self._next_micro_step()
         self._record(SpanKind.DATA, begin, end)
+        self.fetched_for_evaluation = evaluates
         if evaluates and self.recording:
             self._for_evaluation = begin, end
 
@@ -136,6 +139,7 @@ class StepTracker:
         Where several calls share one backward, samples and tokens of the first count.
         """
         self._for_evaluation = None
+        self.fetched_for_evaluation = False
         self._acted(end)
         if not self.recording:
             return
@@ -156,6 +160,14 @@ class StepTracker:
                 samples=samples,
                 value=None if tokens is None else tokens.count,
             )
+
+    def called_without_gradients(self, begin: Mark, end: Mark) -> None:
+        """Tells that training has called a model without gradients, as a GAN its generator.
+
+        Its input is no batch that is trained on.
+        """
+        self._acted(end)
+        self._record(SpanKind.FORWARD, begin, end)
 
     def begins_backward(self) -> None:
         """Tells that a backward begins; one that follows another is a micro-step of its own."""
