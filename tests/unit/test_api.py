@@ -191,6 +191,24 @@ def test_a_loop_that_ends_before_the_plan(capsys, steps, words):
     assert run.summary.levels[0].steps == 1
 
 
+def test_a_block_in_which_nothing_is_recorded_has_no_figures(capsys):
+    """Plain training, or nothing at all: no error, and one line that says so."""
+    for steps in (0, 6):
+        with ddp_profiler.profile(**SHORT) as run:
+            assert run.summary is None
+            if steps:
+                train(nn.Linear(3, 2), steps)
+        assert run.summary is None
+        assert run.report() == (
+            f"Nothing to show on rank 0: no step was recorded. Run folder: {run.folder}"
+        )
+    # What is said of training without DDP keeps the launcher's own options.
+    err = capsys.readouterr().err
+    assert "torchrun" in err
+    assert "standalone=" not in err
+    assert "nproc_per_node=" not in err.replace("--nproc_per_node=", "")
+
+
 def test_a_line_and_its_end(capsys):
     run = ddp_profiler.attach(**SHORT)
     with pytest.raises(UsageError, match="observed already"):
