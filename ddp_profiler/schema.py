@@ -125,7 +125,8 @@ class LevelSettings:
     Attributes:
         id: Unique name in the run, for example ``dp2-acc4``.
         dp: Number of data-parallel replicas.
-        micro_batch: Samples that one rank passes through forward in one micro-step.
+        micro_batch: Samples that one rank passes through forward in one micro-step; 0 where a
+            script's samples could not be seen.
         accumulation: Micro-steps in an optimizer step.
         placement: ``packed`` (as few nodes as possible) or ``spread`` (as many as possible).
         ranks: Global ranks that take part, in group order.
@@ -140,7 +141,7 @@ class LevelSettings:
 
     @property
     def global_batch(self) -> int:
-        """Configured global batch in samples: micro_batch x accumulation x dp."""
+        """Configured global batch in samples: micro_batch x accumulation x dp; 0 if not known."""
         return self.micro_batch * self.accumulation * self.dp
 
 

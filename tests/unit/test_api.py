@@ -209,6 +209,20 @@ def test_a_block_in_which_nothing_is_recorded_has_no_figures(capsys):
     assert "nproc_per_node=" not in err.replace("--nproc_per_node=", "")
 
 
+def test_samples_that_do_not_pass_through_ddp_are_not_known():
+    with ddp_profiler.profile(**SHORT, show=False) as run:
+        ddp = model()
+        sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for _ in range(8):
+            sgd.zero_grad()
+            ddp.module(torch.ones(2, 3)).sum().backward()
+            sgd.step()
+    level = run.summary.levels[0]
+    assert level.step_ms is not None
+    assert (level.micro_batch, level.global_batch, level.samples_per_s) == (None, None, None)
+    assert "1 x 1 x 1" not in run.report()
+
+
 def test_a_line_and_its_end(capsys):
     run = ddp_profiler.attach(**SHORT)
     with pytest.raises(UsageError, match="observed already"):

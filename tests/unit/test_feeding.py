@@ -8,7 +8,7 @@ from ddp_profiler.analysis.summary import summarize_run
 from ddp_profiler.report import console
 from ddp_profiler.schema import LoaderFacts, RankFeed, SpanKind, Variant
 from tests.unit.span_columns import Spans
-from tests.unit.test_windows import script_info
+from tests.unit.test_left_out import script_info
 
 SHARED = LoaderFacts(
     sampling="distributed",

@@ -7,7 +7,7 @@ from ddp_profiler.report import console
 from ddp_profiler.schema import Variant
 from tests.unit.span_columns import Spans
 
-from .test_windows import script_info
+from .test_left_out import script_info
 
 LENGTH = 100
 
