@@ -243,10 +243,8 @@ def profile(
     return Profiling(config, name or _program(), show=show)
 
 
-_OPTION = re.compile(
-    r"(?<![\w-])--(%s)(?![\w-])(?: (?=[-\d.]))?"
-    % "|".join(name.replace("_", "-") for name in inspect.signature(profile).parameters)
-)
+_ARGUMENTS = "|".join(name.replace("_", "-") for name in inspect.signature(profile).parameters)
+_OPTION = re.compile(rf"(?<![\w-])--({_ARGUMENTS})(?![\w-])(?: (?=[-\d.]))?")
 """An option that is an argument of ours as well; those of others, such as torchrun, stay."""
 
 

@@ -88,8 +88,8 @@ def _about_batch(level: LevelResult) -> Iterator[Finding]:
             id="batch-mismatch",
             severity="error",
             message=f"{level.id}: the global batch is not what it should be.",
-            evidence=f"declared {check.declared or 'nothing'}, configured {check.configured or 'nothing'}, "
-            f"observed {check.observed}",
+            evidence=f"declared {check.declared or 'nothing'}, "
+            f"configured {check.configured or 'nothing'}, observed {check.observed}",
         )
     # Of a script, more is known than that: see find_reduction.
     if check.ranks_agree is False and level.reduction is None:

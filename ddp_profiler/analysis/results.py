@@ -144,9 +144,10 @@ class LevelResult:
     """One level of a study. ``breakdown_ms`` sums to ``instrumented_step_ms.mean``.
 
     Times are means over ranks and steps. ``micro_batch``, ``global_batch`` and ``samples_per_s``
-    are None where samples of a script were not seen. ``mfu`` is achieved over peak FLOP/s; ``costs_ms``
-    is the level in the step model; ``contention_ms``, ``wrapper_ms`` and ``waterfall_ms``
-    compare it with the dp = 1 level named by ``reference``. What needs one is None without.
+    are None where samples of a script were not seen. ``mfu`` is achieved over peak FLOP/s;
+    ``costs_ms`` is the level in the step model; ``contention_ms``, ``wrapper_ms`` and
+    ``waterfall_ms`` compare it with the dp = 1 level named by ``reference``. What needs one is
+    None without.
     ``straggler`` is the first of ``stragglers``, which are sorted by what they cost; times of
     two ranks may be apart by ``clock_uncertainty_ms`` that are told as equal (0 on one host,
     None where their clocks cannot be compared).
