@@ -358,6 +358,8 @@ class LoaderFacts:
         workers: Worker processes.
         persistent_workers: Whether they outlive an epoch.
         pin_memory: Whether batches are copied to pinned memory.
+        holds_more: Whether the data set holds something longer than itself: its
+            ``__getitem__`` may take this rank's share.
     """
 
     sampling: str
@@ -375,6 +377,7 @@ class LoaderFacts:
     workers: int | None = None
     persistent_workers: bool | None = None
     pin_memory: bool | None = None
+    holds_more: bool = False
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,43 @@ def test_what_cannot_be_seen_has_no_digest():
     assert state_digest(own) is not None
 
 
+class Share(Dataset):
+    """Holds all samples and gives a rank's share of them."""
+
+    def __init__(self, held, ranks):
+        self.held = held
+        self.name = "a name that is longer than the data set has samples"
+        self.ranks = ranks
+
+    def __len__(self):
+        return 40 // self.ranks
+
+    def __getitem__(self, index):
+        return torch.ones(2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "held",
+    [
+        torch.ones(40, 2),
+        np.ones(40),
+        list(range(40)),
+        (torch.ones(40), torch.ones(40)),
+        {"x": torch.ones(40)},
+        TensorDataset(torch.ones(40)),
+    ],
+    ids=lambda held: type(held).__name__,
+)
+def test_a_data_set_that_may_take_a_share(held, ranks):
+    """With its share left to __getitem__ its length is less than what it holds."""
+    data = Share(held, ranks)
+    for shown in (data, Subset(data, range(4))):
+        assert facts(shown, 4, shuffle=True).holds_more == (ranks == 2)
+    # What a part of torch's own data sets leaves over is no share of a rank.
+    assert not facts(Subset(DATA, [1, 2]), 2).holds_more
+
+
 IDS = torch.zeros(2, 6, dtype=torch.long)
 MASK = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]])
 
