@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ddp_profiler import units
 from ddp_profiler.analysis.feeding import Feeding
-from ddp_profiler.analysis.left_out import list_windows
+from ddp_profiler.analysis.left_out import list_incomplete
 from ddp_profiler.analysis.results import Finding, LevelResult
 from ddp_profiler.batch import by_value, unequal
 from ddp_profiler.schema import LoaderFacts, RankFeed
@@ -191,7 +191,7 @@ def _joined(words: Sequence[str]) -> str:
 def _about_windows(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
     short = [
         window
-        for window in feeding.windows
+        for window in feeding.incomplete
         if any(a < b for a, b in zip(window.micro_steps, window.usual, strict=True))
     ]
     if not short:
@@ -212,7 +212,7 @@ def _about_windows(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
         message=f"{level.id}: {len(short)} of the steps that were seen "
         f"{'has' if len(short) == 1 else 'have'} fewer than {usual} micro-steps. {weighs} Drop "
         "what fills no window at the end of an epoch, or carry it over into the next.",
-        evidence=list_windows(short),
+        evidence=list_incomplete(short),
     )
 
 

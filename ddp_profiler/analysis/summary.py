@@ -310,16 +310,19 @@ class _Reference:
     same_micro_batch: bool
 
 
-def _reference(measured: _Measured, all_levels: Sequence[_Measured]) -> _Reference | None:
+def _reference(
+    info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]
+) -> _Reference | None:
     """Finds the dp = 1 level to compare with; the same one for everything.
 
     In this order: same micro-batch and accumulation (weak scaling); same micro-batch and
     global batch (strong scaling); same global batch (throughputs can be compared, costs
     of a micro-step cannot); same micro-batch, nearest accumulation (the other way round).
-    None where samples were not seen, so that it is not known what is the same.
+    None where samples were not seen, so that it is not known what is the same, and of a script
+    that was launched once.
     """
     own = measured.level
-    if not own.micro_batch:
+    if not own.micro_batch or _is_lone_script(info):
         return None
     singles = [m for m in all_levels if m.level.dp == 1 and m.plain]
     ranked = sorted(singles, key=lambda m: abs(m.level.accumulation - own.accumulation))
@@ -335,9 +338,14 @@ def _reference(measured: _Measured, all_levels: Sequence[_Measured]) -> _Referen
     return None
 
 
+def _is_lone_script(info: RunInfo) -> bool:
+    """Tells whether a run is one launch of a script: one level, with nothing to compare it to."""
+    return "script" in info.settings and len(info.levels) == 1
+
+
 def _reference_note(info: RunInfo, level: LevelSettings, reference: _Reference | None) -> list[str]:
     if level.dp == 1 or "script" in info.settings:
-        # A script is one level, with nothing to compare it to.
+        # A launch of a script is one level; others of a study are beside it.
         return []
     if reference is None and any(other.dp == 1 for other in info.levels):
         return ["The dp = 1 level has no steps here: no efficiency and no waterfall."]
@@ -386,7 +394,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         facts,
         measured.left_out,
     )
-    costs, reference = measured.costs, _reference(measured, all_levels)
+    costs, reference = measured.costs, _reference(info, measured, all_levels)
     notes += _reference_note(info, level, reference) if measured.ranks else []
     base = reference.measured if reference and reference.same_micro_batch else None
     single = base.costs if base else None

@@ -98,7 +98,7 @@ def command(
     if out is None:
         folder = paths.claim_default_folder(f"{name}-study", now)
     else:
-        folder = out
+        folder = paths.tidy(out)
         paths.claim_folder(folder)
     planned = plan(folder)
     environ = launches.environment(max(dp), _tell)

@@ -88,7 +88,7 @@ def test_training_stays_what_it_was(observed, alone, ranks, case):
     ]
     notes.append(
         "The gradient's scale cannot be told from the run alone; --replay "
-        "package.module:function compares it with one process."
+        "package.module:function (replay= of profile()) compares it with one process."
     )
     if case == "accumulation":
         notes.append("The loss is divided by 2 before backward; accumulation is 2.")

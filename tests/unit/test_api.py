@@ -307,6 +307,14 @@ def test_settings_out_of_range(options, message):
     assert message in str(error.value)
 
 
+def test_the_folder_is_shown_without_ways_back(tmp_path, capsys):
+    (tmp_path / "here").mkdir()
+    with ddp_profiler.profile(**SHORT, out="here/../run") as run:
+        train(model(), 6)
+    assert run.folder == tmp_path / "run"
+    assert "/../" not in capsys.readouterr().err
+
+
 def test_a_folder_that_is_taken_is_refused_before_training(tmp_path):
     with ddp_profiler.profile(**SHORT, out=tmp_path / "run", show=False):
         train(model(), 3)

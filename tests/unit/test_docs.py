@@ -9,7 +9,7 @@ import pytest
 from ddp_profiler.analysis import results
 from ddp_profiler.analysis.allreduce import AllReduceResult, AllReduceSize
 from ddp_profiler.analysis.feeding import Feeding, RankBatch, RankTokens, Tokens
-from ddp_profiler.analysis.left_out import Window
+from ddp_profiler.analysis.left_out import IncompleteStep
 from ddp_profiler.analysis.link import Link
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.parts import PARTS
@@ -93,7 +93,7 @@ def test_metrics():
         RankBatch,
         RankTokens,
         Tokens,
-        Window,
+        IncompleteStep,
         Epoch,
     ],
 )

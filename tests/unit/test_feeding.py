@@ -100,7 +100,7 @@ def test_nothing_is_wrong_with_equal_ranks():
     assert found(summary) == {}
     feeding = summary.levels[0].feeding
     assert [(r.micro_batch, r.micro_steps) for r in feeding.ranks] == [(4, 1)] * 2
-    assert (feeding.tokens, feeding.windows, feeding.notes) == (None, (), ())
+    assert (feeding.tokens, feeding.incomplete, feeding.notes) == (None, (), ())
     assert (feeding.epoch.micro_steps, feeding.epoch.window) == (12, None)
     assert summary.levels[0].tokens_per_s is None
 
@@ -200,7 +200,7 @@ def test_a_small_last_batch_is_no_finding():
     columns = rank()
     columns["samples"][(columns["kind"] == SpanKind.STEP) & (columns["step"] == 3)] = 3
     summary = summary_of(columns, columns)
-    assert len(summary.levels[0].feeding.windows) == 1
+    assert len(summary.levels[0].feeding.incomplete) == 1
     assert found(summary) == {}
 
 

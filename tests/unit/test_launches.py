@@ -185,8 +185,11 @@ def test_whether_the_global_batch_stayed_is_checked(
 
 
 def test_without_the_wish_the_global_batch_may_grow(monkeypatch, capsys, tmp_path):
-    assert study(monkeypatch, tmp_path / "run", {1: 16, 2: 16}) == 0
-    assert "--keep-global-batch" not in capsys.readouterr().err
+    (tmp_path / "here").mkdir()
+    assert study(monkeypatch, tmp_path / "here" / ".." / "run", {1: 16, 2: 16}) == 0
+    out, err = capsys.readouterr()
+    assert "--keep-global-batch" not in err
+    assert f"Run folder: {(tmp_path / 'run').resolve()}\n" in out
 
 
 def test_what_was_measured_before_a_launch_failed_can_be_found(monkeypatch, capsys, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.summary import summarize_run
+from ddp_profiler.report import console
 from ddp_profiler.schema import (
     SCHEMA_VERSION,
     Failure,
@@ -188,6 +189,17 @@ def test_levels_of_unknown_batches_are_not_compared():
     for level in found.levels:
         assert (level.reference, level.efficiency, level.contention_ms) == (None, None, None)
     assert not [f for f in found.findings if f.id == "accumulation-cost"]
+
+
+@pytest.mark.parametrize(("settings", "own"), [({"script": None}, None), ({"model": "mlp"}, 1.0)])
+def test_a_script_on_one_rank_has_nothing_to_be_compared_with(settings, own):
+    levels = (LevelSettings("script", 1, 8, 1, "packed", (0,)),)
+    info = run_info(world_size=1, levels=levels, facts=(), settings=settings)
+    summary = summarize_run(info, {0: rank_columns(65)})
+    level = summary.levels[0]
+    assert (level.speedup, level.efficiency) == (own, own)
+    assert (level.reference is None) == (own is None)
+    assert ("speedup" in console.render(summary)) == (own is not None)
 
 
 def test_a_rank_whose_samples_are_not_seen_leaves_the_batch_unknown():
