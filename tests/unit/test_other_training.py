@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import optimizer as optimizers
 
-from ddp_profiler.measure import other_training
+from ddp_profiler.measure.scripts import other_training
 from ddp_profiler.measure.scripts.other_training import OtherTraining, describe
 
 

@@ -6,9 +6,9 @@ import time
 import msgspec
 import pytest
 
-from ddp_profiler.measure import script_clocks
 from ddp_profiler.measure.clock_sync import LocalClock
 from ddp_profiler.measure.interfaces import Interface
+from ddp_profiler.measure.scripts import clocks as script_clocks
 from ddp_profiler.measure.scripts.clocks import ScriptClocks
 from tests.unit.ranks_as_threads import Board, Store, at_once
 
