@@ -1,5 +1,7 @@
 """A program that observes itself: a block or a line of its own, in this process alone."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -14,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 import ddp_profiler
+from ddp_profiler import api
+from ddp_profiler import run as worker
 from ddp_profiler.errors import UsageError
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure import ddp_adapter
@@ -267,6 +271,117 @@ def test_windows_over_a_long_training(capsys):
     spans = reader.read_rank(run.folder, 0).columns
     forwards = spans["step"][spans["kind"] == SpanKind.FORWARD].tolist()
     assert forwards == [0, 1, 3, 4, 13, 14, 23, 24]
+
+
+def test_a_window_without_a_call_of_ddp_keeps_what_is_known(capsys):
+    """The models were let go of before it; other training goes on meanwhile."""
+    ddp = model()
+    with ddp_profiler.profile(**SHORT, every=10) as run:
+        train(ddp, 9)
+        train(nn.Linear(3, 2), 10)
+        known = reader.read_run_info(run.folder)
+        train(ddp, 9)
+    err = capsys.readouterr().err
+    assert "has failed" not in err
+    info = reader.read_run_info(run.folder)
+    assert info.status == "complete"
+    assert (info.levels, info.facts[0].reduced) == (known.levels, known.facts[0].reduced)
+    (level,) = run.summary.levels
+    assert (level.micro_batch, level.dp, level.comm.num_buckets) == (2, 1, 1)
+    # Steps 12 to 15 were observed all the same.
+    assert [w.first_step for w in level.windows] == [2, 12, 22]
+
+
+class Unread:
+    """A stderr whose reader has gone."""
+
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    flush = isatty = fileno = write
+
+
+def closed():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize(
+    "stream", [closed, lambda: open("/dev/full", "w"), Unread, lambda: None], ids=str
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stderr_that_takes_nothing_changes_nothing(capsys, monkeypatch, stream, fails):
+    def full(*_):
+        raise OSError("planted")
+
+    expected = train(model(), 8)
+    given = stream()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", given)
+        with ddp_profiler.profile(**SHORT, expect_global_batch=99) as run:
+            if fails:
+                patch.setattr("ddp_profiler.record.writer.SpanWriter.write", full)
+            weights = train(model(), 8)
+    with contextlib.suppress(OSError, AttributeError):
+        given.close()
+    assert all(map(torch.equal, weights, expected))
+    # Nor does it go where the program's own words are.
+    assert capsys.readouterr().out == ""
+    status = reader.read_run_info(run.folder).status
+    assert status == ("failed" if fails else "complete")
+
+
+@pytest.mark.parametrize("stream", [closed, lambda: open("/dev/full", "w"), Unread, lambda: None])
+def test_the_worker_says_nothing_where_nobody_reads(capsys, monkeypatch, stream):
+    given = stream()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", given)
+        worker._say("one\ntwo")
+    with contextlib.suppress(OSError, AttributeError):
+        given.close()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_failure_of_ours_lets_go_of_what_replay_keeps(capsys, monkeypatch, tmp_path):
+    """It is a copy of the model and its gradients, for which nobody has use any more."""
+    (tmp_path / "kept_oracle.py").write_text("def loss(module, batches):\n    return None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    kept = {}
+
+    def look(step):
+        step_kept = run._observation._oracle.kept
+        kept[step] = step_kept.model is not None
+        if step == 2:
+            assert kept[step]
+            run._observation._step_aside(OSError("planted"))
+            assert step_kept.problem == "observing has failed"
+            assert (step_kept.model, step_kept.share) == (None, None)
+
+    options = {"steps": 2, "warmup": 3, "replay": "kept_oracle:loss"}
+    with ddp_profiler.profile(**options, show=False) as run:
+        train(model(), 9, look)
+    assert kept[2]
+    assert "planted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_error_from_before_is_not_that_of_the_training(monkeypatch, when):
+    """In a notebook the last error that nobody caught stays known for good."""
+
+    def fail():
+        monkeypatch.setattr(sys, "last_value", ValueError("planted"), raising=False)
+
+    if when == "before":
+        fail()
+    run = ddp_profiler.attach(**SHORT, show=False)
+    train(model(), 8)
+    if when == "after":
+        fail()
+    api._end_at_exit(run)
+    info = reader.read_run_info(run.folder)
+    assert info.status == ("complete" if when == "before" else "failed")
+    assert len(info.failures) == (when == "after")
 
 
 def test_a_script_that_is_observed_already(capsys, monkeypatch, tmp_path):

@@ -360,7 +360,8 @@ class _Digest:
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
         self._nodes = 0
-        self._seen: set[int] = set()
+        self._seen: dict[int, Any] = {}
+        """What was added, by its id: kept alive, or the next temporary list could have its id."""
 
     def value(self) -> int:
         """Returns 63 bits of it."""
@@ -389,7 +390,7 @@ class _Digest:
         elif isinstance(value, _HARMLESS) or type(value).__module__.startswith(_HARMLESS_MODULES):
             self._text(str(getattr(value, "__qualname__", "")))
         elif id(value) not in self._seen:
-            self._seen.add(id(value))
+            self._seen[id(value)] = value
             self._nested(value, depth)
 
     def _nested(self, value: Any, depth: int) -> None:
