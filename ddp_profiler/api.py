@@ -13,6 +13,7 @@ as it was, is that of a script, see docs/scripts.md.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing.util
 import re
 import sys
@@ -29,10 +30,10 @@ from ddp_profiler.errors import DdpProfilerError, UsageError
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure.scripts.default_group import find_place
 from ddp_profiler.observe.observation import Observation, failure_of
+from ddp_profiler.record import paths
 from ddp_profiler.report import console
 
 NAME = "ddp_profiler"
-_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*)(?: (?=[-\d.]))?")
 
 
 class Profiling:
@@ -79,6 +80,9 @@ class Profiling:
         May be asked for as soon as a window is over, also while training goes on.
         """
         if self._rank == 0 and self._summary is None and self.folder is not None:
+            if not paths.rank_files(self.folder):
+                # Nothing that trains was seen, so far or at all.
+                return None
             summary = load_summary(self.folder)
             if not summary.levels:
                 return None
@@ -88,10 +92,11 @@ class Profiling:
         return self._summary
 
     def report(self) -> str:
-        """Returns the table as text; on ranks other than 0, where it would be, in one line."""
+        """Returns the table as text; where there is none to show, one line that says so."""
         summary = self.summary
         if summary is None:
-            return f"Nothing to show on rank {self._rank}. Run folder: {self.folder}"
+            why = "no step was recorded" if self._rank == 0 else "rank 0 shows it"
+            return f"Nothing to show on rank {self._rank}: {why}. Run folder: {self.folder}"
         return f"{console.render(summary)}Run folder: {self.folder}"
 
     def detach(self) -> Profiling:
@@ -238,6 +243,11 @@ def profile(
     return Profiling(config, name or _program(), show=show)
 
 
+_ARGUMENTS = "|".join(name.replace("_", "-") for name in inspect.signature(profile).parameters)
+_OPTION = re.compile(rf"(?<![\w-])--({_ARGUMENTS})(?![\w-])(?: (?=[-\d.]))?")
+"""An option that is an argument of ours as well; those of others, such as torchrun, stay."""
+
+
 def attach(**options: Any) -> Profiling:
     """Begins to observe the training that follows, with the options of :func:`profile`.
 
@@ -298,6 +308,8 @@ def _as_python(text: str) -> str:
 
     >>> _as_python("--expect-global-batch 0 is below 1; --out, --debug shows it.")
     'expect_global_batch=0 is below 1; out, debug=True shows it.'
+    >>> _as_python("torchrun --standalone --nproc_per_node=2 SCRIPT")
+    'torchrun --standalone --nproc_per_node=2 SCRIPT'
     """
 
     def argument(found: re.Match[str]) -> str:

@@ -32,6 +32,38 @@ def conclude(folder: Path, *, color: bool) -> tuple[Summary, str]:
     return summary, "\n".join([table, *lines, f"Run folder: {folder}", ""])
 
 
+def check_kept_batch(summary: Summary) -> str:
+    """Compares the global batches of a study whose user wanted it kept.
+
+    Returns:
+        What could not be compared, in words; empty where all are known to be equal.
+
+    Raises:
+        CheckFailed: They differ.
+    """
+    argument = summary.run.settings.get("keep_global_batch")
+    if argument is None:
+        return ""
+    seen = {level.id: level.batch_check.observed for level in summary.levels}
+    numbers = {samples for samples in seen.values() if samples is not None}
+    listed = ", ".join(
+        f"{name} {'not known' if samples is None else samples}" for name, samples in seen.items()
+    )
+    if len(numbers) > 1:
+        raise CheckFailed(
+            f"--keep-global-batch {argument}: the global batch did not stay; observed samples a "
+            f"step: {listed}.",
+            "So this is no strong scaling. Name the argument that sets the batch of one rank, or "
+            "the accumulation, and nothing else.",
+        )
+    if None not in seen.values():
+        return ""
+    return (
+        f"--keep-global-batch {argument}: whether the global batch stayed is not known; "
+        f"observed samples a step: {listed}."
+    )
+
+
 def check_expectation(summary: Summary) -> None:
     """Compares the observed global batch with the one that the user expects.
 

@@ -55,6 +55,7 @@ class RunKeeper:
         Raises:
             UsageError: The folder is taken or cannot be written.
         """
+        folder = paths.tidy(folder)
         paths.claim_folder(folder)
         self.folder, self.info = folder, info
         self.update()

@@ -70,10 +70,14 @@ def plan_launches(
 def divided(script: Sequence[str], argument: str | None, dp: int) -> tuple[str, ...]:
     """Returns a script's words with the value of one argument divided by dp.
 
+    Of an argument that is given several times the last one counts, as for argparse.
+
     >>> divided(["train.py", "--batch-size", "64", "--lr=1"], "--batch-size", 4)
     ('train.py', '--batch-size', '16', '--lr=1')
     >>> divided(["train.py", "--accumulate=8"], "--accumulate", 2)
     ('train.py', '--accumulate=4')
+    >>> divided(["train.py", "--bs", "7", "--bs=8"], "--bs", 2)
+    ('train.py', '--bs', '7', '--bs=4')
 
     Raises:
         UsageError: There is no such argument, or its value is no multiple of dp.
@@ -81,8 +85,8 @@ def divided(script: Sequence[str], argument: str | None, dp: int) -> tuple[str, 
     words = list(script)
     if argument is None:
         return tuple(words)
-    for place, word in enumerate(words[1:], start=1):
-        name, equals, value = word.partition("=")
+    for place in range(len(words) - 1, 0, -1):
+        name, equals, value = words[place].partition("=")
         if name != argument:
             continue
         at = place if equals else place + 1

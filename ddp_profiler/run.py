@@ -88,6 +88,9 @@ def _say(text: str) -> None:
 
     Where nobody reads stderr any more, nothing is shown: training and measuring go on.
     """
+    if sys.stderr is None:
+        # print would take stdout, which is the script's.
+        return
     safe = "\n".join(units.printable(line) for line in text.split("\n"))
     with contextlib.suppress(OSError, ValueError):
         print(f"{NAME}: {safe}", file=sys.stderr, flush=True)

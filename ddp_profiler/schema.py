@@ -125,7 +125,8 @@ class LevelSettings:
     Attributes:
         id: Unique name in the run, for example ``dp2-acc4``.
         dp: Number of data-parallel replicas.
-        micro_batch: Samples that one rank passes through forward in one micro-step.
+        micro_batch: Samples that one rank passes through forward in one micro-step; 0 where a
+            script's samples could not be seen.
         accumulation: Micro-steps in an optimizer step.
         placement: ``packed`` (as few nodes as possible) or ``spread`` (as many as possible).
         ranks: Global ranks that take part, in group order.
@@ -140,7 +141,7 @@ class LevelSettings:
 
     @property
     def global_batch(self) -> int:
-        """Configured global batch in samples: micro_batch x accumulation x dp."""
+        """Configured global batch in samples: micro_batch x accumulation x dp; 0 if not known."""
         return self.micro_batch * self.accumulation * self.dp
 
 
@@ -360,6 +361,8 @@ class LoaderFacts:
         workers: Worker processes.
         persistent_workers: Whether they outlive an epoch.
         pin_memory: Whether batches are copied to pinned memory.
+        holds_more: Whether the data set holds something longer than itself: its
+            ``__getitem__`` may take this rank's share.
     """
 
     sampling: str
@@ -377,6 +380,7 @@ class LoaderFacts:
     workers: int | None = None
     persistent_workers: bool | None = None
     pin_memory: bool | None = None
+    holds_more: bool = False
 
 
 @dataclass(frozen=True)

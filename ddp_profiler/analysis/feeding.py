@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddp_profiler.analysis import statistics
-from ddp_profiler.analysis.left_out import LeftOut, Window
+from ddp_profiler.analysis.left_out import IncompleteStep, LeftOut
 from ddp_profiler.analysis.parts import NULL, Columns, Floats, Ints, step_keys
 from ddp_profiler.batch import SHORT, Batch, Epoch, dealt_epoch, epoch
 from ddp_profiler.schema import LevelFacts, LevelSettings, RankFeed, SpanKind, Variant
@@ -77,7 +77,7 @@ class Feeding:
     Attributes:
         ranks: Micro-batch and micro-steps of each rank.
         tokens: Tokens; None where there are none.
-        windows: Incomplete steps.
+        incomplete: Incomplete steps.
         epoch: What becomes of an epoch's samples; None where the loaders do not tell.
         loaders: What fed each rank.
         notes: What a reader has to know.
@@ -85,7 +85,7 @@ class Feeding:
 
     ranks: tuple[RankBatch, ...]
     tokens: Tokens | None
-    windows: tuple[Window, ...]
+    incomplete: tuple[IncompleteStep, ...]
     epoch: Epoch | None
     loaders: tuple[RankFeed, ...]
     notes: tuple[str, ...]
@@ -116,7 +116,7 @@ def observe(
         return None
     ranks = tuple(_rank_batch(rank, values) for rank, values in spans.items())
     tokens = _tokens(spans)
-    found_epoch = _epoch(level, feeds, out.windows)
+    found_epoch = _epoch(level, feeds, out.incomplete)
     notes = []
     if tokens is not None:
         notes += _token_notes(ranks, tokens, level.dp)
@@ -124,7 +124,7 @@ def observe(
         where = f"on {level.dp} ranks" if level.dp > 1 else "on 1 rank"
         rounding = "; ".join(found_epoch.rounding)
         notes.append(f"An epoch of {found_epoch.samples} samples {where}: {rounding}.")
-    return Feeding(ranks, tokens, out.windows, found_epoch, feeds, tuple(notes))
+    return Feeding(ranks, tokens, out.incomplete, found_epoch, feeds, tuple(notes))
 
 
 def _kept(columns: Columns, index: int, out: Ints, variants: Sequence[Variant]) -> dict[str, Ints]:
@@ -259,7 +259,7 @@ def _token_notes(ranks: Sequence[RankBatch], tokens: Tokens, dp: int) -> list[st
 
 
 def _epoch(
-    level: LevelSettings, feeds: Sequence[RankFeed], windows: Sequence[Window]
+    level: LevelSettings, feeds: Sequence[RankFeed], incomplete: Sequence[IncompleteStep]
 ) -> Epoch | None:
     """Computes an epoch where all ranks have one loader each, alike and of a known kind."""
     if len(feeds) != level.dp or any(len(feed.loaders) != 1 for feed in feeds):
@@ -291,6 +291,6 @@ def _epoch(
     if (found.samples_per_rank, found.micro_steps) != (first.samples, first.batches):
         # A sampler of the script's own, which does otherwise.
         return None
-    if any(set(window.micro_steps) == {found.left_over} for window in windows):
+    if any(set(step.micro_steps) == {found.left_over} for step in incomplete):
         return replace(found, window=SHORT)
     return found

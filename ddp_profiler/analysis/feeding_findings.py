@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ddp_profiler import units
 from ddp_profiler.analysis.feeding import Feeding
-from ddp_profiler.analysis.left_out import list_windows
+from ddp_profiler.analysis.left_out import list_incomplete
 from ddp_profiler.analysis.results import Finding, LevelResult
 from ddp_profiler.batch import by_value, unequal
 from ddp_profiler.schema import LoaderFacts, RankFeed
 
 _WAITING_SHARE = 0.1
 _WAITING_MS = 1.0
+_WAITING_STEPS = 8
+"""An interval from fewer steps is too narrow: one that was held up is a large part of them."""
 _WAITS_MORE = 2.0
 """A rank waits more than the others where it waits so many times as long as their mean."""
 _WHOLE = ("sequential", "random")
@@ -71,6 +73,7 @@ def _about_samples(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
         and (random or unseen)
         and len(alike) == 1
         and first[0].dataset_digest is not None
+        and not any(loader.holds_more for loader in first)
     ):
         yield Finding(
             id="no-distributed-sampler",
@@ -188,7 +191,7 @@ def _joined(words: Sequence[str]) -> str:
 def _about_windows(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
     short = [
         window
-        for window in feeding.windows
+        for window in feeding.incomplete
         if any(a < b for a, b in zip(window.micro_steps, window.usual, strict=True))
     ]
     if not short:
@@ -209,7 +212,7 @@ def _about_windows(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
         message=f"{level.id}: {len(short)} of the steps that were seen "
         f"{'has' if len(short) == 1 else 'have'} fewer than {usual} micro-steps. {weighs} Drop "
         "what fills no window at the end of an epoch, or carry it over into the next.",
-        evidence=list_windows(short),
+        evidence=list_incomplete(short),
     )
 
 
@@ -220,6 +223,8 @@ def _about_waiting(level: LevelResult, feeding: Feeding) -> Iterator[Finding]:
     step = level.instrumented_step_ms
     waits = {rank.rank: rank.data_ms for rank in feeding.ranks if rank.data_ms is not None}
     if step is None or not waits or not feeding.loaders:
+        return
+    if min((rank.steps for rank in level.ranks), default=0) < _WAITING_STEPS:
         return
     slowest = max(waits, key=lambda rank: waits[rank])
     longest = waits[slowest]

@@ -88,8 +88,8 @@ def _about_batch(level: LevelResult) -> Iterator[Finding]:
             id="batch-mismatch",
             severity="error",
             message=f"{level.id}: the global batch is not what it should be.",
-            evidence=f"declared {check.declared or 'nothing'}, configured {check.configured}, "
-            f"observed {check.observed}",
+            evidence=f"declared {check.declared or 'nothing'}, "
+            f"configured {check.configured or 'nothing'}, observed {check.observed}",
         )
     # Of a script, more is known than that: see find_reduction.
     if check.ranks_agree is False and level.reduction is None:
@@ -331,7 +331,7 @@ def _points(share: float) -> str:
 
 def _per_sample(level: LevelResult) -> tuple[float, float] | None:
     """Returns the interval of a device's time for a sample in ms; None without one."""
-    if level.step_ms is None or level.step_ms.ci95 is None:
+    if level.step_ms is None or level.step_ms.ci95 is None or level.micro_batch is None:
         return None
     low, high = level.step_ms.ci95
     each = level.micro_batch * level.accumulation
@@ -349,7 +349,8 @@ def _about_accumulation(levels: Sequence[LevelResult]) -> Iterator[Finding]:
     """Compares splits of one global batch into micro-batch and accumulation at equal dp."""
     groups: dict[tuple[int, int, str], list[LevelResult]] = {}
     for level in levels:
-        groups.setdefault((level.dp, level.global_batch, level.placement), []).append(level)
+        if level.global_batch is not None:
+            groups.setdefault((level.dp, level.global_batch, level.placement), []).append(level)
     for (dp, total, placement), members in groups.items():
         where = f"dp {dp}{' spread over nodes' if placement == 'spread' else ''}"
         timed = [lv for lv in members if lv.step_ms is not None]

@@ -19,10 +19,10 @@ def scale_notes(info: RunInfo, level: LevelSettings, facts: LevelFacts | None) -
     if "script" not in info.settings or facts is None or facts.proof is not None:
         return ()
     if info.settings.get("replay"):
-        return ("The gradient's scale is compared (--replay) when the script has ended.",)
+        return ("The gradient's scale is compared (replay) when training has ended.",)
     notes = [
         "The gradient's scale cannot be told from the run alone; --replay "
-        "package.module:function compares it with one process."
+        "package.module:function (replay= of profile()) compares it with one process."
     ]
     divisor = facts.loss_divisor
     if divisor is not None and divisor != 1:

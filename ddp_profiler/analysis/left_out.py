@@ -21,11 +21,11 @@ _NAMES = {
     Interruption.CHECKPOINT: "saving",
 }
 _STEPS_SHOWN = 8
-_WINDOWS_SHOWN = 4
+_INCOMPLETE_SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Window:
+class IncompleteStep:
     """An incomplete step, one entry a rank each.
 
     Attributes:
@@ -48,12 +48,12 @@ class LeftOut:
     Attributes:
         keys: Their keys, as in :class:`~ddp_profiler.analysis.parts.Steps`, ascending.
         notes: What they were.
-        windows: The incomplete ones among them.
+        incomplete: The incomplete ones among them.
     """
 
     keys: Ints
     notes: tuple[str, ...]
-    windows: tuple[Window, ...] = ()
+    incomplete: tuple[IncompleteStep, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ def left_out(columns: Sequence[Columns], level: int) -> LeftOut:
             f"{_listed(table.number[held])}."
         )
     short = _short(table.micro_steps) | _short(table.samples)
-    windows = _windows(table, short)
-    notes += _short_notes(windows, len(short))
+    incomplete = _incomplete(table, short)
+    notes += _short_notes(incomplete, len(short))
     out |= short
-    return LeftOut(table.key[out], tuple(notes), windows)
+    return LeftOut(table.key[out], tuple(notes), incomplete)
 
 
 def _measured(columns: Columns, level: int) -> Mapping[str, Ints]:
@@ -188,12 +188,12 @@ def _short(counts: Ints) -> npt.NDArray[np.bool_]:
     return short
 
 
-def _windows(table: _StepTable, short: npt.NDArray[np.bool_]) -> tuple[Window, ...]:
+def _incomplete(table: _StepTable, short: npt.NDArray[np.bool_]) -> tuple[IncompleteStep, ...]:
     if not short.any():
         return ()
     usual = tuple(round(float(v)) for v in np.median(table.micro_steps[~short], axis=0))
     return tuple(
-        Window(
+        IncompleteStep(
             step=int(table.number[i]),
             micro_steps=tuple(table.micro_steps[i].tolist()),
             usual=usual,
@@ -203,23 +203,23 @@ def _windows(table: _StepTable, short: npt.NDArray[np.bool_]) -> tuple[Window, .
     )
 
 
-def _short_notes(windows: Sequence[Window], steps: int) -> list[str]:
-    if not windows:
+def _short_notes(incomplete: Sequence[IncompleteStep], steps: int) -> list[str]:
+    if not incomplete:
         return []
     return [
-        f"{len(windows)} of {steps} steps were incomplete and are left out of all figures "
-        f"({list_windows(windows)})."
+        f"{len(incomplete)} of {steps} steps were incomplete and are left out of all figures "
+        f"({list_incomplete(incomplete)})."
     ]
 
 
-def list_windows(windows: Sequence[Window]) -> str:
+def list_incomplete(steps: Sequence[IncompleteStep]) -> str:
     """Returns incomplete steps in words, each with its real batch."""
     shown = [
-        f"step {window.step}: {_counts(window.micro_steps)} of {_counts(window.usual)} micro-steps"
-        + ("" if window.samples is None else f", {sum(window.samples)} samples")
-        for window in windows[:_WINDOWS_SHOWN]
+        f"step {step.step}: {_counts(step.micro_steps)} of {_counts(step.usual)} micro-steps"
+        + ("" if step.samples is None else f", {sum(step.samples)} samples")
+        for step in steps[:_INCOMPLETE_SHOWN]
     ]
-    more = len(windows) - len(shown)
+    more = len(steps) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more else "")
 
 

@@ -92,12 +92,13 @@ def _about_needless(level: LevelResult, reduction: Reduction) -> Iterator[Findin
             "of the step; a slower backward and copies come on top"
         )
     count, buckets = level.comm.num_gradient_collectives_per_step, level.comm.num_buckets
+    held = f"{buckets or 'unknown'} bucket{'' if buckets == 1 else 's'}"
     yield Finding(
         id="needless-reductions",
         severity="warning",
         message=f"{level.id}: gradients are reduced in {reduction.syncs:.3g} micro-steps of a step "
         "instead of one. Wrap all but the last in no_sync() of the same DDP, forward and backward.",
-        evidence=f"{count or 0:.4g} gradient collectives a step, {buckets or 'unknown'} buckets; "
+        evidence=f"{count or 0:.4g} gradient collectives a step, {held}; "
         f"{units.nbytes(reduction.needless_bytes)} a step reduced too early{cost}",
         expected_gain_ms=gain,
         expected_gain_pct=_percent(level, gain),

@@ -69,7 +69,7 @@ class BatchCheck:
 
     Attributes:
         declared: The user's word; None if not given.
-        configured: micro_batch x accumulation x dp.
+        configured: micro_batch x accumulation x dp; None where a script's samples were not seen.
         observed: Samples that entered forward in a step, summed over ranks; None where
             steps differ.
         ok: Whether all known values agree; None where nothing was observed.
@@ -87,7 +87,7 @@ class BatchCheck:
     """
 
     declared: int | None
-    configured: int
+    configured: int | None
     observed: int | None
     ok: bool | None
     gradient_max_rel_error: float | None
@@ -143,9 +143,11 @@ class RankResult:
 class LevelResult:
     """One level of a study. ``breakdown_ms`` sums to ``instrumented_step_ms.mean``.
 
-    Times are means over ranks and steps. ``mfu`` is achieved over peak FLOP/s; ``costs_ms``
-    is the level in the step model; ``contention_ms``, ``wrapper_ms`` and ``waterfall_ms``
-    compare it with the dp = 1 level named by ``reference``. What needs one is None without.
+    Times are means over ranks and steps. ``micro_batch``, ``global_batch`` and ``samples_per_s``
+    are None where samples of a script were not seen. ``mfu`` is achieved over peak FLOP/s;
+    ``costs_ms`` is the level in the step model; ``contention_ms``, ``wrapper_ms`` and
+    ``waterfall_ms`` compare it with the dp = 1 level named by ``reference``. What needs one is
+    None without.
     ``straggler`` is the first of ``stragglers``, which are sorted by what they cost; times of
     two ranks may be apart by ``clock_uncertainty_ms`` that are told as equal (0 on one host,
     None where their clocks cannot be compared).
@@ -160,9 +162,9 @@ class LevelResult:
     dp: int
     nodes: int
     placement: str
-    micro_batch: int
+    micro_batch: int | None
     accumulation: int
-    global_batch: int
+    global_batch: int | None
     steps: int
     repetitions: int
     warmup_steps: int

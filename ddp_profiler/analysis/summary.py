@@ -310,14 +310,20 @@ class _Reference:
     same_micro_batch: bool
 
 
-def _reference(measured: _Measured, all_levels: Sequence[_Measured]) -> _Reference | None:
+def _reference(
+    info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]
+) -> _Reference | None:
     """Finds the dp = 1 level to compare with; the same one for everything.
 
     In this order: same micro-batch and accumulation (weak scaling); same micro-batch and
     global batch (strong scaling); same global batch (throughputs can be compared, costs
     of a micro-step cannot); same micro-batch, nearest accumulation (the other way round).
+    None where samples were not seen, so that it is not known what is the same, and of a script
+    that was launched once.
     """
     own = measured.level
+    if not own.micro_batch or _is_lone_script(info):
+        return None
     singles = [m for m in all_levels if m.level.dp == 1 and m.plain]
     ranked = sorted(singles, key=lambda m: abs(m.level.accumulation - own.accumulation))
     same_micro = [m for m in ranked if m.level.micro_batch == own.micro_batch]
@@ -332,9 +338,14 @@ def _reference(measured: _Measured, all_levels: Sequence[_Measured]) -> _Referen
     return None
 
 
+def _is_lone_script(info: RunInfo) -> bool:
+    """Tells whether a run is one launch of a script: one level, with nothing to compare it to."""
+    return "script" in info.settings and len(info.levels) == 1
+
+
 def _reference_note(info: RunInfo, level: LevelSettings, reference: _Reference | None) -> list[str]:
     if level.dp == 1 or "script" in info.settings:
-        # A script is one level, with nothing to compare it to.
+        # A launch of a script is one level; others of a study are beside it.
         return []
     if reference is None and any(other.dp == 1 for other in info.levels):
         return ["The dp = 1 level has no steps here: no efficiency and no waterfall."]
@@ -375,7 +386,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
     notes += _subset_note(measured)
     step_ms = _summarize(measured.plain)
     observed, micro_steps = _observed(measured.instrumented, level)
-    samples_per_s = _throughput(step_ms, observed or level.global_batch)
+    samples_per_s = _throughput(step_ms, observed or level.global_batch or None)
     feeding = observe(
         dict(zip(measured.ranks, measured.columns, strict=True)),
         measured.index,
@@ -383,7 +394,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         facts,
         measured.left_out,
     )
-    costs, reference = measured.costs, _reference(measured, all_levels)
+    costs, reference = measured.costs, _reference(info, measured, all_levels)
     notes += _reference_note(info, level, reference) if measured.ranks else []
     base = reference.measured if reference and reference.same_micro_batch else None
     single = base.costs if base else None
@@ -400,9 +411,9 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         dp=level.dp,
         nodes=len({places[r].node for r in level.ranks if r in places}) or 1,
         placement=level.placement,
-        micro_batch=level.micro_batch,
+        micro_batch=level.micro_batch or None,
         accumulation=level.accumulation,
-        global_batch=level.global_batch,
+        global_batch=level.global_batch or None,
         steps=max((len(steps) for steps in measured.plain), default=0),
         repetitions=_repetitions(measured.plain),
         warmup_steps=max((len(steps) for steps in measured.warmup), default=0),
@@ -525,8 +536,8 @@ def _declared(info: RunInfo, level: LevelSettings) -> int | None:
     return expected if level in held else None
 
 
-def _throughput(step_ms: Distribution | None, samples: int) -> float | None:
-    return samples / step_ms.mean * 1e3 if step_ms else None
+def _throughput(step_ms: Distribution | None, samples: int | None) -> float | None:
+    return samples / step_ms.mean * 1e3 if step_ms and samples else None
 
 
 def _tokens_per_s(
@@ -650,10 +661,10 @@ def _observed(ranks: Sequence[Steps], level: LevelSettings) -> tuple[int | None,
     """Returns samples a step summed over ranks (None where steps differ), and micro-steps."""
     if len(ranks) < level.dp:
         return None, None
-    samples = {int(value) for steps in ranks for value in np.unique(steps.samples)}
     micro = float(np.mean([steps.micro_steps.mean() for steps in ranks]))
     totals = np.sum([steps.samples for steps in ranks], axis=0)
-    if samples == {0} or len(set(totals.tolist())) != 1:
+    unseen = any(not steps.samples.any() for steps in ranks)
+    if unseen or len(set(totals.tolist())) != 1:
         return None, micro
     return int(totals[0]), micro
 
@@ -669,7 +680,9 @@ def _batch_check(
     more_notes: Sequence[str],
 ) -> BatchCheck:
     notes = []
-    if observed is None:
+    if not level.micro_batch:
+        notes.append("Samples were not seen: the batch and samples/s are not known.")
+    elif observed is None:
         notes.append("Samples were not observed on every rank, or differed between steps.")
     elif observed != level.global_batch:
         notes.append(
@@ -689,10 +702,11 @@ def _batch_check(
     if proof is not None:
         notes += proof.notes
     notes += more_notes
-    known = {level.global_batch, observed} | ({declared} if declared is not None else set())
+    configured = level.global_batch or None
+    known = {configured, observed, declared} - {None}
     return BatchCheck(
         declared=declared,
-        configured=level.global_batch,
+        configured=configured,
         observed=observed,
         ok=None if observed is None else len(known) == 1,
         gradient_max_rel_error=proof.max_rel_error if proof else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from datetime import datetime
@@ -26,7 +27,8 @@ from ddp_profiler.config import parse_numbers
     "--keep-global-batch",
     metavar="ARG",
     help="The script's own argument for its batch on a rank, or for its accumulation. Its value "
-    "is meant for dp = 1 and is divided by dp: the global batch stays (strong scaling).",
+    "is meant for dp = 1 and is divided by dp: the global batch stays (strong scaling). Exit code "
+    "1 if it was observed not to.",
 )
 @click.option(
     "--steps",
@@ -75,11 +77,11 @@ def command(
             -- train.py --batch-size 64
     """  # noqa: D301 (click needs the character itself)
     from ddp_profiler import launches
+    from ddp_profiler.conclusion import check_kept_batch, conclude
     from ddp_profiler.errors import UsageError
-    from ddp_profiler.load import load_summary
-    from ddp_profiler.record import paths, writer
+    from ddp_profiler.record import paths
     from ddp_profiler.record.launches import join_launches, read_launch
-    from ddp_profiler.report import console, plots
+    from ddp_profiler.report import console
 
     if min(dp) < 1:
         raise UsageError(f"--dp {min(dp)} is below 1.", "Give sizes such as --dp 1,2,4.")
@@ -96,7 +98,7 @@ def command(
     if out is None:
         folder = paths.claim_default_folder(f"{name}-study", now)
     else:
-        folder = out
+        folder = paths.tidy(out)
         paths.claim_folder(folder)
     planned = plan(folder)
     environ = launches.environment(max(dp), _tell)
@@ -117,13 +119,18 @@ def command(
         else:
             settings = {"dp": list(dp), "keep_global_batch": keep_global_batch}
             join_launches(done, folder, settings, now)
-    summary = load_summary(folder)
-    writer.write_json(paths.summary_file(folder), summary)
-    saved = plots.save_all(summary, folder)
+            if len(done) < len(planned):
+                sizes = ", ".join(str(launch.dp) for launch in planned[: len(done)])
+                _tell(
+                    f"what was measured at dp {sizes} is kept: "
+                    f"ddp-profiler analyze {shlex.quote(str(folder))}"
+                )
     color = sys.stdout is not None and sys.stdout.isatty()
-    lines = [f"  {path}" for path in (paths.summary_file(folder), *saved)]
-    text = "\n".join([console.render(summary, color=color), *lines, f"Run folder: {folder}", ""])
+    summary, text = conclude(folder, color=color)
     write_out(console.for_encoding(text, getattr(sys.stdout, "encoding", None)))
+    unknown = check_kept_batch(summary)
+    if unknown:
+        _tell(unknown)
 
 
 def _tell(text: str) -> None:

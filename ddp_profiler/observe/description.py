@@ -123,7 +123,7 @@ class Description:
         self.level = LevelSettings(
             id=LEVEL,
             dp=models.group_size,
-            micro_batch=typical(tracker.samples, 1),
+            micro_batch=typical(tracker.samples, 0),
             accumulation=typical(tracker.micro_steps, 1),
             placement="packed",
             ranks=tuple(range(self._topology.world_size)),

@@ -120,6 +120,15 @@ def holds_run(folder: Path) -> bool:
     return run_file(folder).exists() or summary_file(folder).exists() or bool(rank_files(folder))
 
 
+def tidy(folder: Path) -> Path:
+    """Returns a folder without ``..`` in its path, for what is shown and kept of it.
+
+    A path without stays as it was given. ``..`` after a symbolic link leads to the parent of
+    what it points to, so the file system is asked.
+    """
+    return folder.resolve() if ".." in folder.parts else folder
+
+
 def claim_folder(folder: Path) -> None:
     """Creates a run folder and takes it for this run.
 

@@ -222,7 +222,7 @@ def _rows(levels: Sequence[LevelResult]) -> list[_Row]:
 
     row(
         "micro-batch x acc. x dp",
-        lambda v: f"{v.micro_batch} x {v.accumulation} x {v.dp}",
+        lambda v: f"{_known(v.micro_batch)} x {v.accumulation} x {v.dp}",
     )
     row("global batch (samples)", _batch)
     checks = [level.batch_check for level in levels]
@@ -352,11 +352,18 @@ def _best_busbw(level: LevelResult) -> str:
 
 
 def _batch(level: LevelResult) -> str:
-    text = str(level.global_batch)
-    check = level.batch_check
+    check, configured = level.batch_check, _known(level.global_batch)
     if check.ok is None:
-        return f"{text} ?"
-    return f"{text} ok" if check.ok else f"{text} SAW {check.observed}"
+        return configured if level.global_batch is None else f"{configured} ?"
+    if check.ok:
+        return f"{configured} ok"
+    # First of all the user's own word.
+    wrong = check.declared is not None and check.declared != check.observed
+    return f"{check.declared if wrong else configured} SAW {check.observed}"
+
+
+def _known(number: int | None) -> str:
+    return "?" if number is None else str(number)
 
 
 def _gradient_error(level: LevelResult) -> str:

@@ -29,8 +29,12 @@ OF_CASE = {
     "closure": {"accumulation": 2, "bytes": 2 * MLP, "collectives": 2},
     # Such a hook was registered when nobody was there to wrap it.
     "hook-before": {"source": None, "bytes": None, "collectives": None},
+    "hook-every": {"source": "user_hook"},
+    "accumulation-every": {"accumulation": 2},
 }
-CASES = [*train.CASES, "plain-before", "hook-before", "compiled_ddp-before"]
+BEFORE = ["plain-before", "hook-before", "compiled_ddp-before"]
+EVERY = ["plain-every", "hook-every", "accumulation-every"]
+CASES = [*train.CASES, *BEFORE, *EVERY]
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,8 @@ def test_training_stays_what_it_was(trained, ranks, case):
         ["2 forward calls a step and rank, not 1."] if case == "two_models" else []
     )
     assert row["parts"] == pytest.approx(0, abs=1e-9)
+    # In two windows, of 12 steps; nothing was attached in between.
+    assert row["windows"] == ([[2, 5], [7, 10]] if case in EVERY else [])
     # In the join of uneven inputs ranks reduce a flag in forward.
     assert (row["forward_comm"] > 0) == (case in ("buffers", "uneven"))
 
@@ -80,7 +86,8 @@ def test_training_stays_what_it_was(trained, ranks, case):
 def test_cases_are_trainings_of_their_own(trained):
     ends = {case: trained(2)[case]["ends"][0][0][0] for case in CASES}
     assert ends["plain"] == ends["plain-before"] == ends["compiled_ddp"]
-    assert ends["hook"] == ends["hook-before"] != ends["plain"]
+    assert ends["plain"] == ends["plain-every"]
+    assert ends["hook"] == ends["hook-before"] == ends["hook-every"] != ends["plain"]
     assert len(set(ends.values())) >= 12
     assert ends["plain"] != trained(3)["plain"]["ends"][0][0][0]
     # Without inputs of its own rank 1 has joined one step before rank 0.

@@ -1,7 +1,10 @@
 """Unmodified scripts are observed and train as they would without us."""
 
 import itertools
+import os
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.record import reader
 from ddp_profiler.schema import Interruption, SpanKind, Variant
-from tests.integration.conftest import run_command
+from tests.integration.conftest import ROOT, run_command
 
 pytestmark = pytest.mark.distributed
 
@@ -88,7 +91,7 @@ def test_training_stays_what_it_was(observed, alone, ranks, case):
     ]
     notes.append(
         "The gradient's scale cannot be told from the run alone; --replay "
-        "package.module:function compares it with one process."
+        "package.module:function (replay= of profile()) compares it with one process."
     )
     if case == "accumulation":
         notes.append("The loss is divided by 2 before backward; accumulation is 2.")
@@ -208,6 +211,26 @@ def test_surroundings_are_those_of_python(tmp_path, words):
     assert "never built" not in run.err
     assert "found" in run.out
     assert run.level("script")["batch_check"]["observed"] == 2
+
+
+def test_a_stderr_that_takes_nothing_changes_nothing(tmp_path):
+    """It is full, as a disk can be, and closed by the script later."""
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    script = SCRIPTS / "unread.py"
+    ours = ["-m", "ddp_profiler.run", "--steps", "2", "--warmup", "2", "--out", tmp_path / "run"]
+
+    def run(*argv):
+        # The shell puts stderr where nothing can be written.
+        command = ["bash", "-c", 'exec "$@" 2>/dev/full', "bash", sys.executable, *map(str, argv)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), **rank}
+        return subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=False)
+
+    alone, seen = run(script), run(*ours, script)
+    assert alone.returncode == 3
+    assert (seen.returncode, seen.stdout) == (3, alone.stdout)
+    info = reader.read_run_info(tmp_path / "run")
+    assert [failure.message for failure in info.failures] == ["sys.exit(3)"]
+    assert len(reader.read_rank(tmp_path / "run", 0)) > 0
 
 
 @pytest.mark.parametrize(

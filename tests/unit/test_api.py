@@ -1,5 +1,7 @@
 """A program that observes itself: a block or a line of its own, in this process alone."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -14,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 import ddp_profiler
+from ddp_profiler import api
+from ddp_profiler import run as worker
 from ddp_profiler.errors import UsageError
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure import ddp_adapter
@@ -191,6 +195,38 @@ def test_a_loop_that_ends_before_the_plan(capsys, steps, words):
     assert run.summary.levels[0].steps == 1
 
 
+def test_a_block_in_which_nothing_is_recorded_has_no_figures(capsys):
+    """Plain training, or nothing at all: no error, and one line that says so."""
+    for steps in (0, 6):
+        with ddp_profiler.profile(**SHORT) as run:
+            assert run.summary is None
+            if steps:
+                train(nn.Linear(3, 2), steps)
+        assert run.summary is None
+        assert run.report() == (
+            f"Nothing to show on rank 0: no step was recorded. Run folder: {run.folder}"
+        )
+    # What is said of training without DDP keeps the launcher's own options.
+    err = capsys.readouterr().err
+    assert "torchrun" in err
+    assert "standalone=" not in err
+    assert "nproc_per_node=" not in err.replace("--nproc_per_node=", "")
+
+
+def test_samples_that_do_not_pass_through_ddp_are_not_known():
+    with ddp_profiler.profile(**SHORT, show=False) as run:
+        ddp = model()
+        sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for _ in range(8):
+            sgd.zero_grad()
+            ddp.module(torch.ones(2, 3)).sum().backward()
+            sgd.step()
+    level = run.summary.levels[0]
+    assert level.step_ms is not None
+    assert (level.micro_batch, level.global_batch, level.samples_per_s) == (None, None, None)
+    assert "1 x 1 x 1" not in run.report()
+
+
 def test_a_line_and_its_end(capsys):
     run = ddp_profiler.attach(**SHORT)
     with pytest.raises(UsageError, match="observed already"):
@@ -237,6 +273,117 @@ def test_windows_over_a_long_training(capsys):
     assert forwards == [0, 1, 3, 4, 13, 14, 23, 24]
 
 
+def test_a_window_without_a_call_of_ddp_keeps_what_is_known(capsys):
+    """The models were let go of before it; other training goes on meanwhile."""
+    ddp = model()
+    with ddp_profiler.profile(**SHORT, every=10) as run:
+        train(ddp, 9)
+        train(nn.Linear(3, 2), 10)
+        known = reader.read_run_info(run.folder)
+        train(ddp, 9)
+    err = capsys.readouterr().err
+    assert "has failed" not in err
+    info = reader.read_run_info(run.folder)
+    assert info.status == "complete"
+    assert (info.levels, info.facts[0].reduced) == (known.levels, known.facts[0].reduced)
+    (level,) = run.summary.levels
+    assert (level.micro_batch, level.dp, level.comm.num_buckets) == (2, 1, 1)
+    # Steps 12 to 15 were observed all the same.
+    assert [w.first_step for w in level.windows] == [2, 12, 22]
+
+
+class Unread:
+    """A stderr whose reader has gone."""
+
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    flush = isatty = fileno = write
+
+
+def closed():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize(
+    "stream", [closed, lambda: open("/dev/full", "w"), Unread, lambda: None], ids=str
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stderr_that_takes_nothing_changes_nothing(capsys, monkeypatch, stream, fails):
+    def full(*_):
+        raise OSError("planted")
+
+    expected = train(model(), 8)
+    given = stream()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", given)
+        with ddp_profiler.profile(**SHORT, expect_global_batch=99) as run:
+            if fails:
+                patch.setattr("ddp_profiler.record.writer.SpanWriter.write", full)
+            weights = train(model(), 8)
+    with contextlib.suppress(OSError, AttributeError):
+        given.close()
+    assert all(map(torch.equal, weights, expected))
+    # Nor does it go where the program's own words are.
+    assert capsys.readouterr().out == ""
+    status = reader.read_run_info(run.folder).status
+    assert status == ("failed" if fails else "complete")
+
+
+@pytest.mark.parametrize("stream", [closed, lambda: open("/dev/full", "w"), Unread, lambda: None])
+def test_the_worker_says_nothing_where_nobody_reads(capsys, monkeypatch, stream):
+    given = stream()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", given)
+        worker._say("one\ntwo")
+    with contextlib.suppress(OSError, AttributeError):
+        given.close()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_failure_of_ours_lets_go_of_what_replay_keeps(capsys, monkeypatch, tmp_path):
+    """It is a copy of the model and its gradients, for which nobody has use any more."""
+    (tmp_path / "kept_oracle.py").write_text("def loss(module, batches):\n    return None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    kept = {}
+
+    def look(step):
+        step_kept = run._observation._oracle.kept
+        kept[step] = step_kept.model is not None
+        if step == 2:
+            assert kept[step]
+            run._observation._step_aside(OSError("planted"))
+            assert step_kept.problem == "observing has failed"
+            assert (step_kept.model, step_kept.share) == (None, None)
+
+    options = {"steps": 2, "warmup": 3, "replay": "kept_oracle:loss"}
+    with ddp_profiler.profile(**options, show=False) as run:
+        train(model(), 9, look)
+    assert kept[2]
+    assert "planted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_error_from_before_is_not_that_of_the_training(monkeypatch, when):
+    """In a notebook the last error that nobody caught stays known for good."""
+
+    def fail():
+        monkeypatch.setattr(sys, "last_value", ValueError("planted"), raising=False)
+
+    if when == "before":
+        fail()
+    run = ddp_profiler.attach(**SHORT, show=False)
+    train(model(), 8)
+    if when == "after":
+        fail()
+    api._end_at_exit(run)
+    info = reader.read_run_info(run.folder)
+    assert info.status == ("complete" if when == "before" else "failed")
+    assert len(info.failures) == (when == "after")
+
+
 def test_a_script_that_is_observed_already(capsys, monkeypatch, tmp_path):
     class Run:
         observes_a_script = True
@@ -273,6 +420,14 @@ def test_settings_out_of_range(options, message):
     with pytest.raises(UsageError) as error:
         ddp_profiler.profile(**options)
     assert message in str(error.value)
+
+
+def test_the_folder_is_shown_without_ways_back(tmp_path, capsys):
+    (tmp_path / "here").mkdir()
+    with ddp_profiler.profile(**SHORT, out="here/../run") as run:
+        train(model(), 6)
+    assert run.folder == tmp_path / "run"
+    assert "/../" not in capsys.readouterr().err
 
 
 def test_a_folder_that_is_taken_is_refused_before_training(tmp_path):

@@ -445,6 +445,40 @@ def test_if_something_of_ours_fails_training_goes_on(observed):
     assert ours() == set()
 
 
+def test_what_fails_while_a_failure_is_told_does_not_reach_the_training(observed):
+    """Such as a message that nobody can read any more."""
+
+    def refuse(_):
+        raise ValueError("I/O operation on closed file")
+
+    seen = observed(plan=[(Variant.WARMUP, 1), (Variant.INSTRUMENTED, 9)], sink=refuse)
+    seen.attachment._on_failure = refuse
+    ddp = model()
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(4):
+        ddp(X).sum().backward()
+        sgd.step()
+    assert ours() == set()
+
+
+def test_an_evaluation_of_the_module_before_training_feeds_nothing(observed):
+    seen = observed(plan=[(Variant.WARMUP, 9)])
+    ddp = model()
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp.eval()
+    for batch in DataLoader(X, batch_size=3):
+        ddp.module(batch)
+    ddp.train()
+    for batch in DataLoader(X, batch_size=2):
+        ddp(batch).sum().backward()
+        sgd.step()
+    seen.finish()
+    feed = seen.attachment.feed
+    assert [loader.batch_size for loader in feed.loaders] == [2]
+    assert len(feed.digests) == 3
+    assert seen.failures == []
+
+
 def test_errors_of_the_script_pass_through(observed):
     seen = observed()
     ddp = model()

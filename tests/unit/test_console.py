@@ -171,6 +171,23 @@ def test_batch_that_is_not_as_configured():
     assert "note: Observed 15 samples." in text
 
 
+def test_the_batch_that_was_expected_stands_beside_the_one_that_was_seen():
+    check = BatchCheck(9, 8, 8, False, None, None, None, None, None, None, None, ())
+    text = console.render(make_summary(make_level(global_batch=8, batch_check=check)))
+    assert cells(text, "global batch (samples)") == ["9", "SAW", "8"]
+
+
+def test_a_batch_that_is_not_known_is_no_number():
+    check = BatchCheck(None, None, None, None, None, None, None, None, None, None, None, ())
+    level = make_level(
+        micro_batch=None, global_batch=None, samples_per_s=None, accumulation=1, batch_check=check
+    )
+    text = console.render(make_summary(level))
+    assert cells(text, "micro-batch x acc. x dp") == ["?", "x", "1", "x", str(level.dp)]
+    assert cells(text, "global batch (samples)") == ["?"]
+    assert cells(text, "samples/s") == ["-"]
+
+
 def test_notes_and_findings():
     level = make_level(notes=("a note",), comm=Communication(1.0, 0.5, 0.5, 10, 4, 4.0, 3, {}))
     finding = Finding("slow", "warning", "Rank 3 is slow.", "30 ms later")

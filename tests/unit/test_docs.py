@@ -9,21 +9,25 @@ import pytest
 from ddp_profiler.analysis import results
 from ddp_profiler.analysis.allreduce import AllReduceResult, AllReduceSize
 from ddp_profiler.analysis.feeding import Feeding, RankBatch, RankTokens, Tokens
-from ddp_profiler.analysis.left_out import Window
+from ddp_profiler.analysis.left_out import IncompleteStep
 from ddp_profiler.analysis.link import Link
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.parts import PARTS
+from ddp_profiler.analysis.reduction import Broadcast, Cause, Differing, Reduction
+from ddp_profiler.analysis.sampled import SampledWindow
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.batch import Epoch
 from ddp_profiler.cli import worker_options
 from ddp_profiler.schema import (
     SCHEMA_VERSION,
     SPAN_COLUMNS,
+    DdpFacts,
     GpuUse,
     Interruption,
     LinkStreams,
     LoaderFacts,
     MachineUse,
+    OptimizedParameter,
     RankFeed,
     RunInfo,
     SpanKind,
@@ -58,7 +62,9 @@ def test_metrics():
     kinds = (results.Communication, results.BatchCheck, results.Overhead, results.Straggler)
     figures |= {"crossing_ms", "crossing_ci95_ms", "crossing_fraction"}
     figures |= {"link", "ring_bound_ms", "buckets_ring_bound_ms", *fields(Link)}
-    for kind in (*kinds, MachineUse):
+    of_feeding = (Feeding, RankBatch, Tokens, IncompleteStep, Epoch)
+    of_reduction = (Reduction, Broadcast, Differing)
+    for kind in (*kinds, MachineUse, *of_feeding, *of_reduction, SampledWindow):
         figures |= fields(kind) - {"rank"}
     assert figures - words("metrics.md") == set()
 
@@ -93,12 +99,42 @@ def test_metrics():
         RankBatch,
         RankTokens,
         Tokens,
-        Window,
+        IncompleteStep,
         Epoch,
+        Reduction,
+        Broadcast,
+        Differing,
+        SampledWindow,
+        DdpFacts,
+        OptimizedParameter,
     ],
 )
 def test_keys(kind):
     assert fields(kind) - words("file-format.md") == set()
+
+
+def test_causes():
+    assert set(Cause) - words("metrics.md") == set()
+
+
+def test_text_about_the_batch_stands_under_the_batch():
+    """A heading between a figure and its explanation makes it that of something else."""
+    text = (DOCS / "metrics.md").read_text()
+    headings = re.split(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    sections = dict(zip(headings[1::2], headings[2::2], strict=True))
+    of_feeding = sections["What feeds training (`feeding`, scripts only)"]
+    for figure in fields(results.BatchCheck) - {"notes"}:
+        assert f"**`{figure}`**" not in of_feeding, figure
+
+
+def test_folders_and_benchmarks_that_are_named_are_there():
+    root = DOCS.parent
+    text = (root / "CONTRIBUTING.md").read_text()
+    for name in re.findall(r"^\| `((?:tests|benchmarks)/[a-z_]*)` \|", text, flags=re.MULTILINE):
+        assert (root / name).is_dir(), name
+    listed = text + (root / "benchmarks" / "README.md").read_text()
+    for path in (root / "benchmarks").glob("*.py"):
+        assert f"`{path.name}`" in listed, path.name
 
 
 def test_columns_kinds_and_variants():

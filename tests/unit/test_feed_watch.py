@@ -1,5 +1,7 @@
 """What a script's loaders, batches and inputs tell, without disturbing any of them."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from ddp_profiler.measure.scripts import feeding
 from ddp_profiler.measure.scripts.feeding import (
     FeedWatch,
     Tokens,
@@ -181,6 +184,71 @@ def test_digests_of_data_sets():
     assert state_digest([a]) == state_digest([a.copy()]) != state_digest([b])
 
 
+def test_functions_with_other_arguments_have_other_digests():
+    """What is looked into is put into lists that are gone at once; another may have their place."""
+    digests = {state_digest(Files([partial(max, 0), partial(max, n)])) for n in range(20)}
+    assert len(digests) == 20
+
+
+def test_a_data_set_that_takes_the_place_of_another_has_a_digest_of_its_own():
+    watch = FeedWatch(lambda: None)
+
+    def digest_of(dataset):
+        iterator = iter(DataLoader(dataset, 4))
+        watch.meet(iterator)
+        watch.fetched(iterator, None, compares=False)
+        watch.trained(4)
+        return watch.loaders[-1].dataset_digest
+
+    first, second = (TensorDataset(torch.full((20, 2), float(n))) for n in range(2))
+    found = digest_of(first)
+    # As if the first had been freed, and the second had got its address.
+    watch._of_datasets[id(second)] = watch._of_datasets.pop(id(first))
+    watch.loaders.clear()
+    assert digest_of(second) == state_digest(second) != found
+
+
+def test_a_digest_is_taken_once_of_each_data_set(monkeypatch):
+    taken = []
+    monkeypatch.setattr(feeding, "state_digest", lambda dataset: taken.append(dataset) or 7)
+    watch = FeedWatch(lambda: None)
+    for _ in range(3):
+        watch.meet(iter(DataLoader(DATA, 4)))
+    assert taken == [DATA]
+
+
+@pytest.mark.parametrize("calls_ddp", [False, True])
+def test_an_evaluation_before_training_feeds_nothing(calls_ddp):
+    """All ranks evaluate the same samples: that is no mistake, and not what they train on."""
+    watch = FeedWatch(lambda: None)
+    evaluation = iter(DataLoader(DATA, 10))
+    for _ in range(2):
+        watch.meet(evaluation)
+        watch.fetched(evaluation, next(evaluation), compares=True, evaluates=True)
+        if calls_ddp:
+            watch.evaluated()
+    training = iter(DataLoader(DATA, 4))
+    batches = []
+    for _ in range(2):
+        watch.meet(training)
+        batches.append(next(training))
+        watch.fetched(training, batches[-1], compares=True)
+        watch.trained(4)
+    assert [loader.batch_size for loader in watch.loaders] == [4]
+    assert watch.digests == [batch_digest(batch) for batch in batches]
+
+
+def test_training_in_evaluation_mode_is_fed_all_the_same():
+    watch = FeedWatch(lambda: None)
+    iterator = iter(DataLoader(DATA, 4))
+    for _ in range(2):
+        watch.meet(iterator)
+        watch.fetched(iterator, next(iterator), compares=True, evaluates=True)
+        watch.trained(4)
+    assert [loader.batch_size for loader in watch.loaders] == [4]
+    assert len(watch.digests) == 2
+
+
 def test_what_cannot_be_seen_has_no_digest():
     class Slots:
         __slots__ = ("share",)
@@ -190,6 +258,43 @@ def test_what_cannot_be_seen_has_no_digest():
     own = Files([])
     own.names = own
     assert state_digest(own) is not None
+
+
+class Share(Dataset):
+    """Holds all samples and gives a rank's share of them."""
+
+    def __init__(self, held, ranks):
+        self.held = held
+        self.name = "a name that is longer than the data set has samples"
+        self.ranks = ranks
+
+    def __len__(self):
+        return 40 // self.ranks
+
+    def __getitem__(self, index):
+        return torch.ones(2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "held",
+    [
+        torch.ones(40, 2),
+        np.ones(40),
+        list(range(40)),
+        (torch.ones(40), torch.ones(40)),
+        {"x": torch.ones(40)},
+        TensorDataset(torch.ones(40)),
+    ],
+    ids=lambda held: type(held).__name__,
+)
+def test_a_data_set_that_may_take_a_share(held, ranks):
+    """With its share left to __getitem__ its length is less than what it holds."""
+    data = Share(held, ranks)
+    for shown in (data, Subset(data, range(4))):
+        assert facts(shown, 4, shuffle=True).holds_more == (ranks == 2)
+    # What a part of torch's own data sets leaves over is no share of a rank.
+    assert not facts(Subset(DATA, [1, 2]), 2).holds_more
 
 
 IDS = torch.zeros(2, 6, dtype=torch.long)

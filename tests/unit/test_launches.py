@@ -5,6 +5,7 @@ from datetime import datetime
 
 import pytest
 
+from ddp_profiler import cli, launches
 from ddp_profiler.errors import InputError, UsageError
 from ddp_profiler.launches import Launch, divided, environment, plan_launches, run_launch
 from ddp_profiler.load import load_summary
@@ -34,6 +35,11 @@ def test_each_dp_has_a_launch_of_its_own(tmp_path):
 def test_the_global_batch_is_kept(tmp_path, dp, share):
     (launch,) = plan_launches((dp,), tmp_path, SCRIPT, (), "--batch-size")
     assert launch.command[-4:] == ("train.py", "--batch-size", share, "--lr=1")
+
+
+def test_of_an_argument_that_is_given_twice_the_last_counts():
+    words = ("train.py", "--bs=64", "--lr", "1", "--bs", "32")
+    assert divided(words, "--bs", 2) == ("train.py", "--bs=64", "--lr", "1", "--bs", "16")
 
 
 @pytest.mark.parametrize(
@@ -74,10 +80,10 @@ def test_a_launch_that_fails_says_why_and_where(tmp_path):
     assert "starting" in launch.log.read_text()
 
 
-def launched(folder, dp, plain_ms, status="complete"):
+def launched(folder, dp, plain_ms, status="complete", samples=8):
     """Writes the run of one launch: dp ranks, one level."""
     paths.claim_folder(folder)
-    level = LevelSettings("script", dp, 8, 1, "packed", tuple(range(dp)))
+    level = LevelSettings("script", dp, samples, 1, "packed", tuple(range(dp)))
     base = run_info()
     info = run_info(
         run_id=f"launch-{dp}",
@@ -93,7 +99,7 @@ def launched(folder, dp, plain_ms, status="complete"):
         for step in range(6):
             plain = {"variant": int(Variant.PLAIN), "block": 1}
             spans.step(1000 * step, 1000 * step + plain_ms, step=step, **plain)
-            add_instrumented(spans, 20_000 + 100 * step, 6 + step, 65, block=2)
+            add_instrumented(spans, 20_000 + 100 * step, 6 + step, 65, samples, block=2)
         stream = writer.SpanWriter(folder, rank, info.run_id)
         stream.write_columns(spans.columns())
         stream.close()
@@ -141,6 +147,59 @@ def test_a_launch_that_failed_makes_the_study_partial(tmp_path):
     paths.claim_folder(out)
     join_launches([folder], out, {}, NOW)
     assert load_summary(out).run.partial
+
+
+def study(monkeypatch, out, samples, *options):
+    """Runs the command with launches of so many samples a rank at each dp; None fails."""
+
+    def run(launch, environ):
+        if samples[launch.dp] is None:
+            raise InputError("The launch failed.", "See its log.")
+        launched(launch.folder, launch.dp, 100.0, samples=samples[launch.dp])
+
+    monkeypatch.setattr(launches, "run_launch", run)
+    dps = ",".join(map(str, samples))
+    words = ["study", "--dp", dps, "--out", str(out), *options, "--", "train.py", "--bs", "16"]
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    return end.value.code
+
+
+@pytest.mark.parametrize(
+    ("samples", "code", "said"),
+    [
+        ({1: 16, 2: 8}, 0, ""),
+        # The argument does not do what its user believes.
+        ({1: 16, 2: 16}, 1, "did not stay; observed samples a step: dp1 16, dp2 32."),
+        ({1: 16, 2: 0}, 0, "not known; observed samples a step: dp1 16, dp2 not known."),
+    ],
+)
+def test_whether_the_global_batch_stayed_is_checked(
+    monkeypatch, capsys, tmp_path, samples, code, said
+):
+    assert study(monkeypatch, tmp_path / "run", samples, "--keep-global-batch", "--bs") == code
+    out, err = capsys.readouterr()
+    assert "micro-batch x acc. x dp" in out
+    assert said in err
+    assert ("--keep-global-batch" in err) == bool(said)
+
+
+def test_without_the_wish_the_global_batch_may_grow(monkeypatch, capsys, tmp_path):
+    (tmp_path / "here").mkdir()
+    assert study(monkeypatch, tmp_path / "here" / ".." / "run", {1: 16, 2: 16}) == 0
+    out, err = capsys.readouterr()
+    assert "--keep-global-batch" not in err
+    assert f"Run folder: {(tmp_path / 'run').resolve()}\n" in out
+
+
+def test_what_was_measured_before_a_launch_failed_can_be_found(monkeypatch, capsys, tmp_path):
+    assert study(monkeypatch, tmp_path / "run", {1: 16, 2: None}) == 3
+    err = capsys.readouterr().err
+    assert f"dp 1 is kept: ddp-profiler analyze {tmp_path / 'run'}" in err
+    assert [level.dp for level in load_summary(tmp_path / "run").levels] == [1]
+    # Where there is nothing, nothing is promised, and the folder is given back.
+    assert study(monkeypatch, tmp_path / "none", {1: None, 2: 8}) == 3
+    assert "is kept" not in capsys.readouterr().err
 
 
 def test_a_launch_without_a_level_is_refused(tmp_path):

@@ -113,6 +113,7 @@ def test_needless_reductions_cost_what_the_least_delayed_rank_is_exposed_to():
     finding = the(found, "needless-reductions")
     assert finding.severity == "warning"
     assert "in 3 micro-steps of a step instead of one" in finding.message
+    assert finding.evidence.startswith("3 gradient collectives a step, 1 bucket; ")
     assert "800 B a step reduced too early and at least 24.0 ms" in finding.evidence
     assert finding.expected_gain_pct == pytest.approx(100 * 24 / 410)
 

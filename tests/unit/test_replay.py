@@ -148,7 +148,7 @@ def test_what_is_said_without_a_replay():
 def test_what_is_said_of_a_replay_that_is_still_to_come():
     asked = {"script": "train.py", "replay": "oracle:loss"}
     assert notes(settings=asked, loss_divisor=2.0) == (
-        "The gradient's scale is compared (--replay) when the script has ended.",
+        "The gradient's scale is compared (replay) when training has ended.",
     )
     assert notes(settings=asked, proof=BatchProof(None, 0.0, None, 1.0, None)) == ()
 

@@ -1,6 +1,8 @@
 """Clocks of a script's hosts: ranks as threads, each with a clock of its own."""
 
+import os
 import socket
+import threading
 import time
 
 import msgspec
@@ -113,6 +115,21 @@ def test_rank_0_that_is_gone_ends_it_and_keeps_what_was_found(clocks_of):
     ranks[1].compare()
     ranks[1].compare()
     assert len(ranks[0].found()) == len(ranks[1].readings) == 1
+
+
+def test_a_connection_that_others_hold_too_is_ended(clocks_of):
+    """Loader workers that were forked while it was open hold it until they end."""
+    before = set(threading.enumerate())
+    ranks, _ = clocks_of("a", "b")
+    (answering,) = (t for t in set(threading.enumerate()) - before if "clock" in t.name)
+    forked = os.dup(ranks[1]._connection.fileno())
+    try:
+        ranks[1].close()
+        # Rank 0's thread for it ends with it.
+        answering.join(10)
+        assert not answering.is_alive()
+    finally:
+        os.close(forked)
 
 
 def test_own_addresses_begin_with_the_chosen_interface():

@@ -7,6 +7,7 @@ import pytest
 
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.summary import summarize_run
+from ddp_profiler.report import console
 from ddp_profiler.schema import (
     SCHEMA_VERSION,
     Failure,
@@ -160,6 +161,50 @@ def test_batch_other_than_configured():
     check = level_of({0: rank_columns(65, samples=8), 1: rank_columns(75, samples=7)}).batch_check
     assert (check.configured, check.observed, check.ok) == (16, 15, False)
     assert check.notes == ("Observed 15 samples a step, configured 8 x 1 x 2 = 16.",)
+
+
+def test_samples_that_cannot_be_seen_give_no_batch_and_no_throughput():
+    """As of a script that calls ddp.module: 0 in the record, null in all that follows from it."""
+    spans = {0: rank_columns(65, samples=0), 1: rank_columns(75, samples=0)}
+    settings = (LevelSettings("script", 2, 0, 1, "packed", (0, 1)),)
+    facts = (LevelFacts("script", 500, 2000, 2, (1000, 1000), SOURCES),)
+    level = level_of(spans, levels=settings, facts=facts, settings={"script": "train.py"})
+    assert (level.micro_batch, level.global_batch, level.samples_per_s) == (None, None, None)
+    assert level.step_ms is not None
+    check = level.batch_check
+    assert (check.configured, check.observed, check.ok) == (None, None, None)
+    assert check.notes[:1] == ("Samples were not seen: the batch and samples/s are not known.",)
+
+
+def test_levels_of_unknown_batches_are_not_compared():
+    levels = (
+        LevelSettings("dp1", 1, 0, 1, "packed", (0,)),
+        LevelSettings("dp2", 2, 0, 1, "packed", (0, 1)),
+    )
+    two = {rank: rank_columns(65, samples=0) for rank in range(2)}
+    spans = {rank: {**c, "level": c["level"] + 1} for rank, c in two.items()}
+    spans[0] = {name: np.concatenate([two[0][name], spans[0][name]]) for name in two[0]}
+    found = summarize_run(run_info(levels=levels, facts=()), spans)
+    assert found.levels[1].step_ms is not None
+    for level in found.levels:
+        assert (level.reference, level.efficiency, level.contention_ms) == (None, None, None)
+    assert not [f for f in found.findings if f.id == "accumulation-cost"]
+
+
+@pytest.mark.parametrize(("settings", "own"), [({"script": None}, None), ({"model": "mlp"}, 1.0)])
+def test_a_script_on_one_rank_has_nothing_to_be_compared_with(settings, own):
+    levels = (LevelSettings("script", 1, 8, 1, "packed", (0,)),)
+    info = run_info(world_size=1, levels=levels, facts=(), settings=settings)
+    summary = summarize_run(info, {0: rank_columns(65)})
+    level = summary.levels[0]
+    assert (level.speedup, level.efficiency) == (own, own)
+    assert (level.reference is None) == (own is None)
+    assert ("speedup" in console.render(summary)) == (own is not None)
+
+
+def test_a_rank_whose_samples_are_not_seen_leaves_the_batch_unknown():
+    check = level_of({0: rank_columns(65, samples=8), 1: rank_columns(75, samples=0)}).batch_check
+    assert (check.observed, check.ok) == (None, None)
 
 
 def test_forward_calls_other_than_configured(columns):

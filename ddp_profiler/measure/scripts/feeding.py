@@ -26,9 +26,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -43,6 +46,9 @@ _KNOWN_MODULES = ("torch.utils.data.", "accelerate.", "lightning.", "pytorch_lig
 _SHOWN_VALUES = 64
 """So many values of a large array or list count for a digest."""
 _MOST_NODES = 4000
+_MOST_COLUMNS = 16
+_TABLE_MODULES = ("pandas", "polars", "pyarrow", "h5py", "zarr", "datasets")
+"""Makers of tables whose length is a number and nothing more."""
 _DEEPEST = 6
 _HARMLESS = (
     type,
@@ -246,6 +252,7 @@ def describe(iterator: Any) -> LoaderFacts:
             found,
             sampling=kind if plain else "other",
             dataset_size=_quietly(lambda: len(index.data_source)),
+            holds_more=bool(_quietly(lambda: _holds_more(dataset))),
         )
     return found
 
@@ -269,6 +276,40 @@ def _sharded(found: LoaderFacts, shard: Any, sampler: Any) -> LoaderFacts:
         batch_size=batch_size,
         samples=samples,
     )
+
+
+def _holds_more(dataset: Any) -> bool:
+    """Tells whether an attribute of a data set is longer than the data set.
+
+    Then its ``__getitem__`` may choose among more than it says it has, such as a rank's share.
+    Torch's own data sets do not.
+    """
+    if isinstance(dataset, Subset):
+        return _holds_more(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return any(_holds_more(one) for one in dataset.datasets)
+    if _defined_in_known(type(dataset), "__getitem__"):
+        return False
+    count = len(dataset)
+    for value in vars(dataset).values():
+        # Columns of one table, such as (inputs, targets), stand together.
+        columns = value.values() if isinstance(value, dict) else value
+        nested = list(columns)[:_MOST_COLUMNS] if isinstance(value, (dict, tuple)) else []
+        if any((_extent(one) or 0) > count for one in (value, *nested)):
+            return True
+        if isinstance(value, Dataset) and _holds_more(value):
+            return True
+    return False
+
+
+def _extent(value: Any) -> int | None:
+    """Returns how many items something holds that can be asked; None of text and the rest."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.shape[0] if value.ndim else None
+    tables = type(value).__module__.partition(".")[0] in _TABLE_MODULES
+    if tables or isinstance(value, (list, tuple, dict, set, frozenset, range, Dataset)):
+        return len(value)
+    return None
 
 
 def _read(owner: Any, name: str, kind: type) -> Any:
@@ -319,7 +360,8 @@ class _Digest:
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
         self._nodes = 0
-        self._seen: set[int] = set()
+        self._seen: dict[int, Any] = {}
+        """What was added, by its id: kept alive, or the next temporary list could have its id."""
 
     def value(self) -> int:
         """Returns 63 bits of it."""
@@ -348,7 +390,7 @@ class _Digest:
         elif isinstance(value, _HARMLESS) or type(value).__module__.startswith(_HARMLESS_MODULES):
             self._text(str(getattr(value, "__qualname__", "")))
         elif id(value) not in self._seen:
-            self._seen.add(id(value))
+            self._seen[id(value)] = value
             self._nested(value, depth)
 
     def _nested(self, value: Any, depth: int) -> None:

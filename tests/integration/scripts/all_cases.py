@@ -1,7 +1,8 @@
 """Trains every case of train.py twice in this process, without and inside a block of ours.
 
 Prints, for each case, what every rank ended with and what the run says of itself. A case whose
-name ends in ``-before`` has its model built before the block begins.
+name ends in ``-before`` has its model built before the block begins; one that ends in ``-every`` is
+observed in two windows, with steps in between that are not.
 """
 
 import contextlib
@@ -17,6 +18,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import ddp_profiler
 
 BEFORE = "-before"
+EVERY = "-every"
+CASES = (
+    *train.CASES,
+    "plain-before",
+    "hook-before",
+    "compiled_ddp-before",
+    "plain-every",
+    "hook-every",
+    "accumulation-every",
+)
 
 
 def before(case):
@@ -34,7 +45,8 @@ def before(case):
 
 def outcome(case, block):
     torch.manual_seed(0)
-    run = before(case.removesuffix(BEFORE)) if case.endswith(BEFORE) else train.CASES[case]
+    name = case.removesuffix(BEFORE).removesuffix(EVERY)
+    run = before(name) if case.endswith(BEFORE) else train.CASES[name]
     with block:
         model, losses = run()
     # Bit for bit: a loss as text loses nothing.
@@ -53,6 +65,7 @@ def facts(run):
         "bytes": level.comm.gradient_bytes,
         "forward_comm": level.breakdown_ms["forward_comm"],
         "parts": sum(level.breakdown_ms.values()) - level.instrumented_step_ms.mean,
+        "windows": [(window.first_step, window.last_step) for window in level.windows],
         "folder": str(run.folder),
     }
 
@@ -67,9 +80,10 @@ def main(out, cases):
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         print(json.dumps({"early": end, **facts(early)}), flush=True)
-    for case in cases or [*train.CASES, "plain-before", "hook-before", "compiled_ddp-before"]:
+    for case in cases or CASES:
         plain = outcome(case, contextlib.nullcontext())
-        run = ddp_profiler.profile(steps=4, warmup=2, out=Path(out) / case, show=False)
+        plan = {"steps": 2, "every": 5} if case.endswith(EVERY) else {"steps": 4}
+        run = ddp_profiler.profile(**plan, warmup=2, out=Path(out) / case, show=False)
         observed = outcome(case, run)
         ends = [None] * size
         dist.all_gather_object(ends, (plain, observed))

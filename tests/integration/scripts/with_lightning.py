@@ -5,6 +5,7 @@ every fourth step) and ``save`` (after every eighth).
 """
 
 import hashlib
+import os
 import sys
 import tempfile
 
@@ -39,14 +40,15 @@ class Model(lightning.LightningModule):
 
 lightning.seed_everything(0)
 model = Model()
-# An epoch has 8 steps at 2 ranks.
-data = TensorDataset(torch.randn(128, 16), torch.randint(0, 4, (128,)))
+ranks = int(os.environ["WORLD_SIZE"])
+# An epoch has 8 steps.
+data = TensorDataset(torch.randn(64 * ranks, 16), torch.randint(0, 4, (64 * ranks,)))
 held_out = TensorDataset(torch.randn(32, 16), torch.randint(0, 4, (32,)))
 with tempfile.TemporaryDirectory() as folder:
     saving = ModelCheckpoint(folder, every_n_train_steps=8, save_top_k=-1)
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=ranks,
         strategy="ddp",
         precision="bf16-mixed" if "bf16" in wanted else "32-true",
         gradient_clip_val=1.0 if "clip" in wanted else None,

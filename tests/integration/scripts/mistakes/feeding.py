@@ -17,7 +17,7 @@ MISTAKES = {
     "waiting": "each sample sleeps 5 ms",
     "unequal": "rank 1 has half the micro-batch, and samples for one micro-batch less",
 }
-STEPS = 10
+STEPS = 26
 FEATURES = 16
 
 is_wrong = sys.argv[1] == "wrong"
