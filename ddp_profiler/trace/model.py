@@ -97,12 +97,14 @@ class Mark:
     """An annotation that tells of steps.
 
     Attributes:
+        name: The annotation.
         number: N of ``ProfilerStep#N``; None for a call of an optimizer's step.
         begin_ns: Begin.
         end_ns: End.
         on_gpu: Whether it spans the GPU's timeline and not the CPU's.
     """
 
+    name: str
     number: int | None
     begin_ns: int
     end_ns: int

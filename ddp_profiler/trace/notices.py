@@ -60,7 +60,7 @@ _MESSAGES = {
         "GPU work without a launch in the trace was given to the step in whose time it ran; the "
         "CPU runs ahead, so it may belong to an earlier one."
     ),
-    "outside_steps": "GPU work was launched outside of all steps; it is only in the total.",
+    "outside_steps": "Work or collectives outside of all steps are only in the total.",
     "stretched_kernel": (
         "Kernels overlap the next one on their stream or last longer than several steps: their "
         "times are not to be trusted, and figures with them neither."
@@ -70,6 +70,10 @@ _MESSAGES = {
     "no_steps": "Steps could not be told apart: there is only the total.",
     "rank_from_name": "The rank was taken from the file's name.",
     "not_a_trace": "Files of the folder hold no trace and were left out.",
+    "single_rank": (
+        "From one rank alone, waiting for others and transfer cannot be told apart: both are "
+        "communication. Give the traces of all ranks."
+    ),
     "missing_ranks": "Ranks of the job are missing.",
 }
 

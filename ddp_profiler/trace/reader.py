@@ -6,7 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,11 @@ from ddp_profiler.trace.model import (
 )
 from ddp_profiler.trace.notices import Notices
 from ddp_profiler.trace.source import DEFAULT_LIMIT_BYTES, Source
+
+
+class NoTraceError(InputError):
+    """The file is sound JSON, but no trace."""
+
 
 LONGEST_NS = 86_400 * 10**9
 """A day: what claims to last longer, or lies further away from all else, is no measurement."""
@@ -308,7 +313,8 @@ class _Collector:
             begin = int(found.begin_ns[place])
             on_gpu = self._rows[event.cat] == Row.GPU_ANNOTATION
             number = kernels.step_number(event.name)
-            self.marks.append(Mark(number, begin, begin + int(found.duration_ns[place]), on_gpu))
+            end = begin + int(found.duration_ns[place])
+            self.marks.append(Mark(event.name, number, begin, end, on_gpu))
             if number is not None and not on_gpu:
                 self.step_pids.setdefault(number, event.pid)
                 if self.step_pids[number] != event.pid:
@@ -521,7 +527,7 @@ def read_trace(
             "Copy it again, or export it again; --lenient uses what is there.",
         )
     if not document.has_events:
-        raise InputError(
+        raise NoTraceError(
             f"{path} is JSON, but holds no traceEvents.",
             "Give a trace that torch.profiler exported, as .json or .json.gz.",
         )

@@ -137,7 +137,7 @@ class Source:
                 raise InputError(
                     f"{self._path} is damaged: its gzip data is invalid near byte "
                     f"{at:,} of {self.size_bytes:,} ({_reason(error)}).",
-                    "Copy or export the trace again; what a damaged stream holds cannot be trusted.",
+                    "Copy or export it again; what a damaged stream holds cannot be trusted.",
                 ) from error
             total += len(piece)
             if total > self._limit_bytes:

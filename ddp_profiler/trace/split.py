@@ -1,0 +1,420 @@
+"""Parts of a step on one rank: computation, communication, their overlap, memory and idling.
+
+All from one rank's trace: waiting for other ranks and transfer cannot be told apart here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ddp_profiler.trace import intervals, kernels
+from ddp_profiler.trace.columns import Ints
+from ddp_profiler.trace.kernels import Collective, Work
+from ddp_profiler.trace.model import RankTrace
+from ddp_profiler.trace.notices import Notices, TraceWarning
+from ddp_profiler.trace.steps import Step, Steps, StepSource, find_steps
+
+_TOUCHES_NS = 100_000
+_LONGER_THAN_STEPS = 3
+
+
+@dataclass(frozen=True)
+class CommShare:
+    """Communication of one kind within one process group.
+
+    Attributes:
+        kind: The collective.
+        group: The process group's name; None where the trace does not say.
+        count: How many collectives.
+        elements: Elements of all of them on this rank, the larger of what goes in and comes
+            out; None where not all say.
+        comm_ns: Union of their times.
+        sum_ns: Sum of their times.
+        exposed_ns: The part of ``comm_ns`` in which nothing computes; None without a GPU.
+    """
+
+    kind: Collective
+    group: str | None
+    count: int
+    elements: int | None
+    comm_ns: int
+    sum_ns: int
+    exposed_ns: int | None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the time of a step, or of the whole recording, went.
+
+    window = compute + exposed_comm + exposed_memory + idle.
+
+    Attributes:
+        window_ns: From the step's begin, or the end of earlier steps' GPU work if that is
+            later, to the end of the step or of its GPU work, whichever is later.
+        compute_ns: Union of the times of kernels that are not communication; None where the
+            trace has no GPU work.
+        comm_ns: Union of the times of collectives; None where it does not apply or is unknown.
+        comm_sum_ns: Sum of their times.
+        overlap_ns: Time in which both compute and communication run.
+        exposed_comm_ns: comm - overlap.
+        memory_ns: Union of the times of copies and sets.
+        exposed_memory_ns: The part of it in which neither of the others runs.
+        idle_ns: Time of the window in which the GPU does nothing for this step.
+        overlap_fraction: overlap / comm; None where there is no communication.
+        by_kind: Communication by kind and process group, the longest first.
+    """
+
+    window_ns: int
+    compute_ns: int | None
+    comm_ns: int | None
+    comm_sum_ns: int | None
+    overlap_ns: int | None
+    exposed_comm_ns: int | None
+    memory_ns: int | None
+    exposed_memory_ns: int | None
+    idle_ns: int | None
+    overlap_fraction: float | None
+    by_kind: tuple[CommShare, ...]
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """One step with its parts.
+
+    Attributes:
+        step: The step.
+        window_begin_ns: Begin of its window.
+        parts: Where its time went.
+    """
+
+    step: Step
+    window_begin_ns: int
+    parts: Parts
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Every collective of one rank, in order of their begin; all arrays are [collective].
+
+    Attributes:
+        begin_ns: Begin, as the file has it.
+        end_ns: End.
+        kind: Number of the kind in ``kernels.KINDS``.
+        group: Place in ``RankTrace.groups``; -1 where not said.
+        index: Place among the collectives of the same kind and group, from 0.
+        elements: The larger of what goes in and comes out on this rank; -1 where not said.
+        dtype: Place in ``RankTrace.dtypes``; -1 where not said.
+        stream: Stream of the GPU, or thread of the CPU; -1 where not said.
+        step: Place of the step; -1 for none.
+    """
+
+    begin_ns: Ints
+    end_ns: Ints
+    kind: npt.NDArray[np.uint8]
+    group: npt.NDArray[np.int32]
+    index: Ints
+    elements: Ints
+    dtype: npt.NDArray[np.int32]
+    stream: Ints
+    step: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return int(self.begin_ns.size)
+
+
+@dataclass(frozen=True)
+class RankSplit:
+    """One rank's trace, split.
+
+    Attributes:
+        rank: The rank.
+        trace: What was read.
+        step_source: What told the steps apart.
+        on_gpu: Whether communication are kernels; false where it runs on the CPU.
+        steps: The steps with their parts.
+        total: The whole recording, work outside of steps included.
+        collectives: Every collective.
+        warnings: What was left out, repaired or cannot be told.
+    """
+
+    rank: int
+    trace: RankTrace
+    step_source: StepSource
+    on_gpu: bool
+    steps: tuple[StepParts, ...]
+    total: Parts
+    collectives: Collectives
+    warnings: tuple[TraceWarning, ...]
+
+
+@dataclass(frozen=True)
+class _Busy:
+    """Intervals of one kind of work."""
+
+    begin_ns: Ints
+    end_ns: Ints
+
+    @property
+    def span(self) -> tuple[Ints, Ints]:
+        return self.begin_ns, self.end_ns
+
+    def covered_ns(self) -> int:
+        return intervals.covered_ns(*self.span)
+
+
+def split(trace: RankTrace, rank: int) -> RankSplit:
+    """Derives where the time of a rank's steps went.
+
+    Args:
+        trace: What was read.
+        rank: The rank, from the trace or from the user.
+    """
+    notices = Notices()
+    steps = find_steps(trace, notices)
+    collectives, on_gpu = _collectives(trace, steps)
+    told = _communication_told(trace, collectives, notices)
+    _flag_stretched(trace, steps, notices)
+    windows = _windows(trace, steps)
+    parts = []
+    work_of = _by_step(steps.of_work, len(steps.steps))
+    comm_of = _by_step(collectives.step, len(steps.steps))
+    for place, step in enumerate(steps.steps):
+        window = windows[place]
+        found = _parts(trace, collectives, work_of[place], comm_of[place], window, told, on_gpu)
+        parts.append(StepParts(step, window[0], found))
+    everything = np.arange(len(trace.gpu))
+    total = _parts(
+        trace,
+        collectives,
+        everything,
+        np.arange(len(collectives)),
+        _whole(trace, collectives, windows),
+        told,
+        on_gpu,
+    )
+    return RankSplit(
+        rank=rank,
+        trace=trace,
+        step_source=steps.source,
+        on_gpu=on_gpu,
+        steps=tuple(parts),
+        total=total,
+        collectives=collectives,
+        warnings=(*trace.warnings, *notices.all()),
+    )
+
+
+def _collectives(trace: RankTrace, steps: Steps) -> tuple[Collectives, bool]:
+    """Returns the collectives, and whether they are kernels.
+
+    Where both the GPU and the CPU have some, those of the CPU are small ones that keep ranks
+    together, and the GPU's count.
+    """
+    gpu, host = trace.gpu, trace.host_collectives
+    places = np.flatnonzero(gpu.work == Work.COMMUNICATION)
+    if places.size or not len(host):
+        group, kind = gpu.group[places], gpu.kind[places]
+        return (
+            Collectives(
+                begin_ns=gpu.begin_ns[places],
+                end_ns=gpu.end_ns[places],
+                kind=kind,
+                group=group,
+                index=_order(kind, group),
+                elements=np.maximum(gpu.elements_in[places], gpu.elements_out[places]),
+                dtype=gpu.dtype[places],
+                stream=gpu.stream[places].astype(np.int64),
+                step=steps.of_work[places],
+            ),
+            True,
+        )
+    nowhere = np.full(len(host), -1, np.int32)
+    return (
+        Collectives(
+            begin_ns=host.begin_ns,
+            end_ns=host.end_ns,
+            kind=host.kind,
+            group=nowhere,
+            index=_order(host.kind, nowhere),
+            elements=host.elements,
+            dtype=host.dtype,
+            stream=host.thread,
+            step=steps.of_host,
+        ),
+        False,
+    )
+
+
+def _order(kind: npt.NDArray[np.uint8], group: npt.NDArray[np.int32]) -> Ints:
+    """Returns the place of each collective among those of the same kind and group."""
+    result = np.zeros(kind.size, np.int64)
+    both = kind.astype(np.int64) * 2**32 + group
+    for one in np.unique(both):
+        places = np.flatnonzero(both == one)
+        result[places] = np.arange(places.size)
+    return result
+
+
+def _communication_told(trace: RankTrace, collectives: Collectives, notices: Notices) -> bool:
+    """Returns whether the trace tells what communication took, and says so where not."""
+    unknown = kernels.KINDS.index(Collective.UNKNOWN)
+    notices.add("unknown_collective", int((collectives.kind == unknown).sum()))
+    if len(collectives):
+        return True
+    if trace.world_size == 1:
+        notices.add("single_process", 1)
+        return False
+    if trace.distributed_calls:
+        notices.add("collectives_without_kernels", trace.distributed_calls)
+        return False
+    return len(trace.gpu) > 0
+
+
+def _flag_stretched(trace: RankTrace, steps: Steps, notices: Notices) -> None:
+    """Counts kernels whose times cannot be: work of one stream runs one after the other."""
+    gpu = trace.gpu
+    if not len(gpu):
+        return
+    duration = gpu.end_ns - gpu.begin_ns
+    flagged = np.zeros(len(gpu), bool)
+    order = np.lexsort((gpu.begin_ns, gpu.stream, gpu.device))
+    same = (gpu.stream[order][1:] == gpu.stream[order][:-1]) & (gpu.stream[order][1:] >= 0)
+    same &= gpu.device[order][1:] == gpu.device[order][:-1]
+    over = gpu.end_ns[order][:-1] - gpu.begin_ns[order][1:]
+    # Rounded times touch, and kernels may begin while the one before them ends.
+    flagged[order[:-1]] = same & (over > _TOUCHES_NS) & (2 * over > duration[order][:-1])
+    lengths = [step.end_ns - step.begin_ns for step in steps.steps]
+    if lengths:
+        usual = max(float(np.median(lengths)), 1.0)
+        flagged |= duration > max(_LONGER_THAN_STEPS * usual, _TOUCHES_NS)
+    places = np.flatnonzero(flagged)
+    if places.size:
+        worst = places[duration[places].argmax()]
+        name = trace.names[gpu.name[worst]].partition("(")[0][:60]
+        notices.add(
+            "stretched_kernel",
+            int(places.size),
+            f"The longest: {name}, {duration[worst] / 1e6:.1f} ms on stream {gpu.stream[worst]}.",
+        )
+
+
+def _windows(trace: RankTrace, steps: Steps) -> list[tuple[int, int]]:
+    """Returns begin and end of each step's window on the GPU."""
+    windows = []
+    reached = 0
+    order = _by_step(steps.of_work, len(steps.steps))
+    for step, places in zip(steps.steps, order, strict=True):
+        begin, end = max(step.begin_ns, reached), step.end_ns
+        if places.size:
+            begin = min(begin, int(trace.gpu.begin_ns[places].min()))
+            reached = max(reached, int(trace.gpu.end_ns[places].max()))
+            end = max(end, reached)
+        windows.append((begin, max(begin, end)))
+    return windows
+
+
+def _whole(
+    trace: RankTrace, collectives: Collectives, windows: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
+    """Returns begin and end of all that was recorded."""
+    gpu = trace.gpu
+    begins = [window[0] for window in windows]
+    ends = [window[1] for window in windows]
+    for begin, end in ((gpu.begin_ns, gpu.end_ns), (collectives.begin_ns, collectives.end_ns)):
+        if begin.size:
+            begins.append(int(begin.min()))
+            ends.append(int(end.max()))
+    return (min(begins), max(ends)) if begins else (0, 0)
+
+
+def _by_step(step: npt.NDArray[np.int32], number: int) -> list[Ints]:
+    """Returns the places of each step's work, [step]."""
+    order = np.argsort(step, kind="stable")
+    edges = np.searchsorted(step[order], np.arange(number + 1))
+    return [order[edges[place] : edges[place + 1]] for place in range(number)]
+
+
+def _parts(
+    trace: RankTrace,
+    collectives: Collectives,
+    work_places: Ints,
+    comm_places: Ints,
+    window: tuple[int, int],
+    told: bool,
+    on_gpu: bool,
+) -> Parts:
+    gpu = trace.gpu
+    work = gpu.work[work_places]
+
+    def busy(places: Ints) -> _Busy:
+        return _Busy(gpu.begin_ns[places], gpu.end_ns[places])
+
+    has_gpu = len(gpu) > 0
+    compute = busy(work_places[work == Work.COMPUTE])
+    memory = busy(work_places[work == Work.MEMORY])
+    comm = _Busy(collectives.begin_ns[comm_places], collectives.end_ns[comm_places])
+    window_ns = window[1] - window[0]
+    compute_ns = compute.covered_ns() if has_gpu else None
+    comm_ns = comm.covered_ns() if told else None
+    comm_sum_ns = int((comm.end_ns - comm.begin_ns).sum()) if told else None
+    overlap_ns = intervals.common_ns(comm.span, compute.span) if told and has_gpu else None
+    exposed_ns = comm_ns - overlap_ns if comm_ns is not None and overlap_ns is not None else None
+    memory_ns = exposed_memory_ns = idle_ns = None
+    if has_gpu:
+        computed = _joined(compute, comm)
+        everything = _joined(computed, memory)
+        memory_ns = memory.covered_ns()
+        exposed_memory_ns = everything.covered_ns() - computed.covered_ns()
+        # A collective on the CPU may reach beyond the step's window.
+        idle_ns = max(0, window_ns - everything.covered_ns())
+    return Parts(
+        window_ns=window_ns,
+        compute_ns=compute_ns,
+        comm_ns=comm_ns,
+        comm_sum_ns=comm_sum_ns,
+        overlap_ns=overlap_ns,
+        exposed_comm_ns=exposed_ns,
+        memory_ns=memory_ns,
+        exposed_memory_ns=exposed_memory_ns,
+        idle_ns=idle_ns,
+        overlap_fraction=overlap_ns / comm_ns if comm_ns and overlap_ns is not None else None,
+        by_kind=_shares(trace, collectives, comm_places, compute if has_gpu else None),
+    )
+
+
+def _joined(one: _Busy, other: _Busy) -> _Busy:
+    return _Busy(
+        np.concatenate((one.begin_ns, other.begin_ns)), np.concatenate((one.end_ns, other.end_ns))
+    )
+
+
+def _shares(
+    trace: RankTrace, collectives: Collectives, places: Ints, compute: _Busy | None
+) -> tuple[CommShare, ...]:
+    both = collectives.kind[places].astype(np.int64) * 2**32 + collectives.group[places]
+    shares = []
+    for one in np.unique(both):
+        of = places[both == one]
+        comm = _Busy(collectives.begin_ns[of], collectives.end_ns[of])
+        covered = comm.covered_ns()
+        elements = collectives.elements[of]
+        group = int(collectives.group[of[0]])
+        exposed = None
+        if compute is not None:
+            exposed = covered - intervals.common_ns(comm.span, compute.span)
+        shares.append(
+            CommShare(
+                kind=kernels.KINDS[int(collectives.kind[of[0]])],
+                group=trace.groups[group].label if group >= 0 else None,
+                count=int(of.size),
+                elements=int(elements.sum()) if (elements >= 0).all() else None,
+                comm_ns=covered,
+                sum_ns=int((comm.end_ns - comm.begin_ns).sum()),
+                exposed_ns=exposed,
+            )
+        )
+    return tuple(sorted(shares, key=lambda share: -share.comm_ns))
