@@ -215,6 +215,7 @@ def _steps_table(found: TraceSet) -> Table:
         ("idle", "right"),
     ]
     table = _table(*columns)
+    apart = any(len(rank.steps) > 1 for rank in found.ranks)
     for rank in found.ranks:
         label = [str(rank.rank)] if several else []
         for step in _shown(rank.steps):
@@ -224,7 +225,7 @@ def _steps_table(found: TraceSet) -> Table:
             label = [""] if several else []
         if len(rank.steps) != 1 or rank.steps[0].parts != rank.total:
             table.add_row(*label, "all", *_cells(rank.total), style="bold")
-        if several:
+        if several and apart:
             table.add_section()
     return table
 

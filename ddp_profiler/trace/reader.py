@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ class NoTraceError(InputError):
 LONGEST_NS = 86_400 * 10**9
 """A day: what claims to last longer, or lies further away from all else, is no measurement."""
 
+_LONGEST_US = LONGEST_NS / 1000
 _NAMES_CACHED = 1 << 16
 _NO_WORK = -1
 _WORK_UNIT = 1 << 8
@@ -143,8 +144,8 @@ class _Collector:
         self.c10d_calls = 0
         self.other_calls = 0
         # Of calls that launch GPU work; and of steps, where two processes have the same one.
-        self.pids: set[int | str | float | None] = set()
-        self.step_pids: dict[int, int | str | float | None] = {}
+        self.pids: set[str] = set()
+        self.step_pids: dict[int, str] = {}
         self.marks: list[Mark] = []
         self._rows = _Cache(kernels.row)
         self._works = _Cache(lambda name: _code(*kernels.work(name)))
@@ -233,19 +234,10 @@ class _Collector:
 
     def _count_others(self, rows: Sequence[_AnyEvent], *, as_text: bool) -> None:
         """Counts rows with impossible times among those that nothing is taken from."""
-        if as_text:
-            return
-        limit = LONGEST_NS / 1000
-        wrong = [
-            event
-            for event in rows
-            if event.dur is not None
-            and not ((event.ts or 0) > 0 and 0 <= event.dur <= limit)  # type: ignore[operator]
-            and not self._uses[event.name]
-        ]
+        looks_wrong = _text_looks_wrong if as_text else _looks_wrong
+        wrong = [row for row in rows if looks_wrong(row) and not self._uses[row.name]]
         if wrong:
-            found = _times(wrong, as_text=False)
-            self._usable(found)
+            self._usable(_times(wrong, as_text=as_text))
 
     def _take_gpu(self, rows: Sequence[_AnyEvent], found: _Times, *, is_kernel: bool) -> None:
         arguments = _arguments(rows, _GpuArguments, _GPU_ARGUMENTS)
@@ -289,7 +281,7 @@ class _Collector:
     def _take_launches(self, rows: Sequence[_AnyEvent], found: _Times) -> None:
         codes = [self._launches[row.name] for row in rows]
         keep = [place for place in np.flatnonzero(found.usable).tolist() if codes[place]]
-        self.pids |= {rows[place].pid for place in keep}
+        self.pids |= {str(rows[place].pid) for place in keep}
         arguments = _arguments([rows[place] for place in keep], _LaunchArguments, _LAUNCH_ARGUMENTS)
         self.launches["begin"].append(found.begin_ns[keep])
         self.launches["correlation"].append(_integers([given.correlation for given in arguments]))
@@ -316,9 +308,9 @@ class _Collector:
             end = begin + int(found.duration_ns[place])
             self.marks.append(Mark(event.name, number, begin, end, on_gpu))
             if number is not None and not on_gpu:
-                self.step_pids.setdefault(number, event.pid)
-                if self.step_pids[number] != event.pid:
-                    self.pids |= {self.step_pids[number], event.pid}
+                pid = str(event.pid)
+                if self.step_pids.setdefault(number, pid) != pid:
+                    self.pids |= {self.step_pids[number], pid}
         if not host:
             return
         rows = [used[place][0] for place in host]
@@ -380,6 +372,21 @@ def _launch_code(name: str) -> int:
     if not kernels.launches(name):
         return 0
     return 2 if "launch" in name.lower() else 1
+
+
+def _looks_wrong(row: Any) -> bool:
+    """Returns whether a row's times are not those of a measurement."""
+    return row.dur is not None and not ((row.ts or 0) > 0 and 0 <= row.dur <= _LONGEST_US)
+
+
+def _text_looks_wrong(row: Any) -> bool:
+    """Returns the same for a row whose times are text."""
+    if not row.dur:
+        return False
+    try:
+        return not (float(row.ts) > 0 and 0 <= float(row.dur) <= _LONGEST_US)
+    except ValueError:
+        return True
 
 
 def _times(rows: Sequence[_AnyEvent], *, as_text: bool) -> _Times:
@@ -509,24 +516,20 @@ def read_trace(
     notices = Notices()
     collector = _Collector(notices)
     source = Source(path, limit_bytes=limit_bytes, progress=progress)
-    document = Document(iter(source), str(path), collector, notices, lenient=lenient)
+    pieces = iter(source)
+    document = Document(pieces, str(path), collector, notices, lenient=lenient)
     try:
         document.read()
     except InputError as error:
-        if source.cut_at is not None and document.cut:
-            raise InputError(
-                f"{path} is cut: its gzip data ends at byte {source.cut_at:,} of the file, in the "
-                "middle of a stream.",
-                "Copy it again, or export it again; --lenient uses what is there.",
-            ) from error
+        _raise_damage(pieces, source)
+        if document.cut and source.cut_at is not None:
+            raise _cut_gzip(path, source.cut_at) from error
         raise
-    if source.cut_at is not None and not document.cut and not lenient:
-        raise InputError(
-            f"{path} is cut: its gzip data ends at byte {source.cut_at:,} of the file, before its "
-            "checksum.",
-            "Copy it again, or export it again; --lenient uses what is there.",
-        )
+    if source.cut_at is not None and not lenient:
+        raise _cut_gzip(path, source.cut_at)
     if not document.has_events:
+        if document.cut:
+            raise InputError(f"{path} is cut before its first event.", "Export it again.")
         raise NoTraceError(
             f"{path} is JSON, but holds no traceEvents.",
             "Give a trace that torch.profiler exported, as .json or .json.gz.",
@@ -535,9 +538,23 @@ def read_trace(
     return _rank_trace(path, document, collector, notices)
 
 
+def _raise_damage(pieces: Iterator[bytes], source: Source) -> None:
+    """Raises what is wrong with the gzip data, if that is what broke the text."""
+    if source.compressed:
+        for _ in pieces:
+            pass
+
+
+def _cut_gzip(path: Path, at: int) -> InputError:
+    return InputError(
+        f"{path} is cut: its gzip data ends at byte {at:,} of the file, in the middle of a stream.",
+        "Copy it again, or export it again; --lenient uses what is there.",
+    )
+
+
 def _refuse_several_processes(path: Path, collector: _Collector) -> None:
     if len(collector.pids) > 1:
-        pids = ", ".join(sorted(map(str, collector.pids))[:4])
+        pids = ", ".join(sorted(collector.pids)[:4])
         raise InputError(
             f"{path} holds {len(collector.pids)} processes that launch GPU work or have steps "
             f"(pids {pids}).",
