@@ -62,8 +62,8 @@ _MESSAGES = {
     ),
     "outside_steps": "Work or collectives outside of all steps are only in the total.",
     "stretched_kernel": (
-        "Kernels overlap the next one on their stream or last longer than several steps: their "
-        "times are not to be trusted, and figures with them neither."
+        "Kernels overlap the next one on their stream, or last longer than several steps: a stall, "
+        "or a time that is broken. Look at them before you trust the figures."
     ),
     "incomplete_step": "The first or last step is not recorded in full.",
     "steps_not_annotated": "The trace has no ProfilerStep annotations.",

@@ -20,6 +20,9 @@ from ddp_profiler.trace.steps import Step, Steps, StepSource, find_steps
 
 _TOUCHES_NS = 100_000
 _LONGER_THAN_STEPS = 3
+_LONG_NS = 1_000_000
+_ENOUGH_WORK = 8
+_ENOUGH_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -177,8 +180,8 @@ def split(trace: RankTrace, rank: int) -> RankSplit:
     steps = find_steps(trace, notices)
     collectives, on_gpu = _collectives(trace, steps)
     told = _communication_told(trace, collectives, notices)
-    _flag_stretched(trace, steps, notices)
     windows = _windows(trace, steps)
+    _flag_stretched(trace, windows, notices)
     parts = []
     work_of = _by_step(steps.of_work, len(steps.steps))
     comm_of = _by_step(collectives.step, len(steps.steps))
@@ -274,7 +277,7 @@ def _communication_told(trace: RankTrace, collectives: Collectives, notices: Not
     return len(trace.gpu) > 0
 
 
-def _flag_stretched(trace: RankTrace, steps: Steps, notices: Notices) -> None:
+def _flag_stretched(trace: RankTrace, windows: Sequence[tuple[int, int]], notices: Notices) -> None:
     """Counts kernels whose times cannot be: work of one stream runs one after the other."""
     gpu = trace.gpu
     if not len(gpu):
@@ -287,10 +290,13 @@ def _flag_stretched(trace: RankTrace, steps: Steps, notices: Notices) -> None:
     over = gpu.end_ns[order][:-1] - gpu.begin_ns[order][1:]
     # Rounded times touch, and kernels may begin while the one before them ends.
     flagged[order[:-1]] = same & (over > _TOUCHES_NS) & (2 * over > duration[order][:-1])
-    lengths = [step.end_ns - step.begin_ns for step in steps.steps]
-    if lengths:
-        usual = max(float(np.median(lengths)), 1.0)
-        flagged |= duration > max(_LONGER_THAN_STEPS * usual, _TOUCHES_NS)
+    # The last one on its stream overlaps nothing, but then it lasts longer than all there is.
+    if len(gpu) >= _ENOUGH_WORK:
+        all_begins_ns = int(gpu.begin_ns[-1] - gpu.begin_ns[0])
+        flagged |= duration > max(all_begins_ns, _LONG_NS)
+    if len(windows) >= _ENOUGH_STEPS:
+        usual_ns = float(np.median([end - begin for begin, end in windows]))
+        flagged |= duration > max(_LONGER_THAN_STEPS * usual_ns, _LONG_NS)
     places = np.flatnonzero(flagged)
     if places.size:
         worst = places[duration[places].argmax()]

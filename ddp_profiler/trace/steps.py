@@ -22,6 +22,8 @@ _SHORT = 0.5
 _FEW = 0.9
 _ALIKE = 0.95
 _LEAST_WORK_OF_A_STEP = 4
+_MOST_TIMES_A_STEP = 16
+_PERIODS_TRIED = 64
 
 
 class StepSource(StrEnum):
@@ -135,8 +137,8 @@ def _between_optimizers(trace: RankTrace, marks: Sequence[Mark]) -> list[Step]:
 def _repeated(trace: RankTrace) -> list[Step]:
     """Returns steps from the period with which kernels repeat; none where they do not.
 
-    A kernel that runs as often as there are steps stands the same number of kernels apart each
-    time. The period is believed if nearly all kernels repeat with it.
+    A kernel that runs once a step, or a few times, comes again the same number of kernels later
+    in the next one. The period is believed if nearly all kernels repeat with it.
     """
     places = np.flatnonzero(trace.gpu.work == Work.COMPUTE)
     names = trace.gpu.name[places]
@@ -146,15 +148,18 @@ def _repeated(trace: RankTrace) -> list[Step]:
     tried: set[int] = set()
     # Rare names first: those of an optimizer or a loss run once a step.
     for name in np.argsort(counts, kind="stable").tolist():
-        if counts[name] < 2 or len(tried) >= 16:
+        if counts[name] < 2:
             continue
-        apart = np.diff(np.flatnonzero(names == name))
-        period = int(np.median(apart))
-        if period < _LEAST_WORK_OF_A_STEP or period in tried:
-            continue
-        tried.add(period)
-        if (names[period:] == names[:-period]).mean() >= _ALIKE:
-            return _periods(trace, places, period)
+        at = np.flatnonzero(names == name)
+        for times_a_step in range(1, min(_MOST_TIMES_A_STEP, at.size - 1) + 1):
+            period = int(np.median(at[times_a_step:] - at[:-times_a_step]))
+            if period < _LEAST_WORK_OF_A_STEP or period in tried:
+                continue
+            tried.add(period)
+            if (names[period:] == names[:-period]).mean() >= _ALIKE:
+                return _periods(trace, places, period)
+            if len(tried) >= _PERIODS_TRIED:
+                return []
     return []
 
 

@@ -74,9 +74,16 @@ class Recording:
         return self.correlation
 
     def kernel(
-        self, begin, duration, name=GEMM, *, stream=COMPUTE_STREAM, launched=None, category="kernel",
+        self,
+        begin,
+        duration,
+        name=GEMM,
+        *,
+        stream=COMPUTE_STREAM,
+        launched=None,
+        category="kernel",
         **arguments,
-    ):  # fmt: skip
+    ):
         """Adds a kernel and, where ``launched`` says when, its launch."""
         given = {"device": 0, "context": 1, "stream": stream}
         if launched is not None:
@@ -96,9 +103,10 @@ class Recording:
 
     def metadata(self):
         found = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": 'GPU "A" },{'}]}
-        if self.backend is not None or self.rank is not None:
-            given = {"backend": self.backend, "rank": self.rank, "world_size": self.world_size}
-            found["distributedInfo"] = {k: v for k, v in given.items() if v is not None}
+        given = {"backend": self.backend, "rank": self.rank, "world_size": self.world_size}
+        given = {key: value for key, value in given.items() if value is not None}
+        if given:
+            found["distributedInfo"] = given
         found["displayTimeUnit"] = "ns"
         if self.base_ns is not None:
             found["baseTimeNanoseconds"] = self.base_ns
@@ -150,7 +158,7 @@ def training(seed, *, steps=3, rank=0, layers=6, **settings):
                 made.comm(at, length, launched=host + 1500)
                 comm.append((at, at + length))
                 comm_free = at + length
-        host += draw.randrange(1000, 5000)
+        host += draw.randrange(2000, 5000)
         made.step(step, begin, host - begin)
         # The next step's kernels use what was reduced.
         gpu = max(gpu, comm_free)

@@ -24,9 +24,7 @@ PLAIN = st.text('ab"\\{}[],: \u00e9\n\t0', max_size=5)
 NAMES = st.lists(st.one_of(NASTY, PLAIN), max_size=4).map("".join)
 VALUES = st.recursive(
     st.one_of(NAMES, st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.none()),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=3)
-    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=3)),
     max_leaves=6,
 )
 EVENTS = st.lists(

@@ -1,5 +1,6 @@
 """What is read of a trace is the same in every form that traces have."""
 
+import gzip
 import random
 import subprocess
 import sys
@@ -102,7 +103,7 @@ def test_fields_of_unusual_types(reference, tmp_path):
     ]
     text = dumps({"traceEvents": made.events}).encode()
     # Some times as strings, as some writers have them.
-    places = [at for at in range(0, len(text), 5000)]
+    places = range(0, len(text), 5000)
     for at in reversed(places):
         begin = text.find(b'"ts": 1', at)
         if begin >= 0:
@@ -279,8 +280,6 @@ def test_memory_does_not_grow_with_rows_of_no_use(tmp_path):
         row = dumps({"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": 5, "dur": 6,
                      "args": {"Call stack": "x" * 900}}).encode()  # fmt: skip
         begin, end = made.text().rsplit(b"]", 1)
-        import gzip
-
         with gzip.open(path, "wb", compresslevel=1) as file:
             file.write(begin)
             for _ in range(copies * 5):

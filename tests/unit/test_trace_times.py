@@ -59,7 +59,9 @@ def test_numbers_beyond_all_years_are_no_times(value):
     assert times.from_text(str(value).encode())[0] == times.UNREADABLE
 
 
-@pytest.mark.parametrize("text", [b"", b"null", b"true", b'"soon"', b"NaN", b"1e99999", b"\xff", b"[]"])
+@pytest.mark.parametrize(
+    "text", [b"", b"null", b"true", b'"soon"', b"NaN", b"1e99999", b"\xff", b"[]"]
+)
 def test_what_is_no_number_is_no_time(text):
     assert times.from_text(text) == (times.UNREADABLE, False)
 
