@@ -136,9 +136,7 @@ class Goal:
 # Files
 
 
-_FIELD = re.compile(
-    rb'("ts": |"correlation": |"External id": |"id": |"name": "ProfilerStep#)(\d+)'
-)
+_FIELD = re.compile(rb'("ts": |"correlation": |"External id": |"id": |"name": "ProfilerStep#)(\d+)')
 _STEPS = 5
 
 
@@ -292,9 +290,7 @@ def _peak(runs: Sequence[Run], observer: str, case: str) -> float:
 
 def goals(runs: Sequence[Run], sizes: dict[str, int]) -> list[Goal]:
     """Returns the goals with what came out, ratios of times from the same round's runs."""
-    pairs = list(
-        zip(*(_of(runs, name, "once") for name in ("ours", "floor", "hta")), strict=False)
-    )
+    pairs = list(zip(*(_of(runs, name, "once") for name in ("ours", "floor", "hta")), strict=False))
     faster = statistics.median(hta.seconds / ours.seconds for ours, _, hta in pairs)
     floors = statistics.median(ours.seconds / floor.seconds for ours, floor, _ in pairs)
     longer = statistics.median(

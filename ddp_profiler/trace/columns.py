@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,11 +15,12 @@ _WIDTHS = tuple((width, int(np.iinfo(width).max)) for width in (np.uint8, np.uin
 class Column:
     """Whole numbers of 64 bits, kept as small differences from each piece's least.
 
-    Times of a second in ns need 4 bytes instead of 8, streams and kinds 1.
+    Times of a second in ns need 4 bytes instead of 8, streams and kinds 1, what is always the
+    same none.
     """
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[int, npt.NDArray[np.integer]]] = []
+        self._pieces: list[tuple[int, npt.NDArray[np.integer] | int]] = []
         self._length = 0
 
     def __len__(self) -> int:
@@ -29,22 +32,27 @@ class Column:
             return
         least = int(values.min())
         span = int(values.max()) - least
+        self._length += values.size
+        if span == 0:
+            self._pieces.append((least, values.size))
+            return
         for width, most in _WIDTHS:
             if span <= most:
                 self._pieces.append((least, (values - least).astype(width)))
                 break
         else:
             self._pieces.append((0, values.copy()))
-        self._length += values.size
 
-    def take(self) -> Ints:
-        """Returns all values as 64-bit integers and forgets them."""
-        result = np.empty(self._length, np.int64)
+    def take(self, dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
+        """Returns all values as integers of a type that holds them, and forgets them."""
+        result = np.empty(self._length, dtype)
         at = 0
         for least, piece in self._pieces:
-            part = result[at : at + piece.size]
-            part[:] = piece
-            part += least
+            if isinstance(piece, int):
+                result[at : at + piece] = least
+                at += piece
+                continue
+            result[at : at + piece.size] = piece.astype(np.int64) + least
             at += piece.size
         self._pieces.clear()
         self._length = 0

@@ -21,6 +21,8 @@ NO_KIND = 255
 class GpuWork:
     """Kernels, copies and sets of one rank's GPUs, in order of their begin.
 
+    What only collectives have is kept for these only, in the same order: [collective].
+
     Attributes:
         begin_ns: Begin, [work]. Add the trace's base time for time since 1970.
         end_ns: End, [work].
@@ -30,10 +32,10 @@ class GpuWork:
         stream: Number of the stream; -1 where the trace does not say, [work].
         correlation: Ties work to the call that launched it; -1 where there is none, [work].
         name: Place of the kernel's name in ``RankTrace.names``, [work].
-        elements_in: Elements that go into a collective on this rank; -1 where not said, [work].
-        elements_out: Elements that come out; -1 where not said, [work].
-        group: Place of the process group in ``RankTrace.groups``; -1 where not said, [work].
-        dtype: Place of the type of the elements in ``RankTrace.dtypes``; -1 likewise, [work].
+        elements_in: Elements that go into it on this rank; -1 where not said, [collective].
+        elements_out: Elements that come out; -1 where not said, [collective].
+        group: Place of the process group in ``RankTrace.groups``; -1 where not said, [collective].
+        dtype: Place of the elements' type in ``RankTrace.dtypes``; -1 likewise, [collective].
     """
 
     begin_ns: Ints
@@ -79,7 +81,7 @@ class HostCollectives:
 
 @dataclass(frozen=True)
 class Launches:
-    """Calls that hand work to the GPU, in no particular order.
+    """Calls that hand work to the GPU, in order of their correlation, then of their begin.
 
     Attributes:
         begin_ns: When the CPU made the call, [launch].

@@ -155,6 +155,7 @@ class _Collector:
         self.groups = _Numbers()
         self.dtypes = _Numbers()
         self.gpu = {name: Column() for name in _GPU_COLUMNS}
+        self.collectives = {name: Column() for name in _COLLECTIVE_COLUMNS}
         self.launches = {name: Column() for name in ("begin", "correlation", "is_kernel")}
         self.host = {
             name: Column() for name in ("begin", "duration", "kind", "thread", "elements", "dtype")
@@ -253,7 +254,7 @@ class _Collector:
         self._notices.add("sync_rows_ignored", int((found.usable & (codes == _NO_WORK)).sum()))
         keep = np.flatnonzero(found.usable & (codes != _NO_WORK))
         work, kind = np.divmod(codes, _WORK_UNIT)
-        collectives = np.flatnonzero(kind != NO_KIND).tolist()
+        is_collective = work == Work.COMMUNICATION
         columns = {
             "begin": found.begin_ns,
             "duration": found.duration_ns,
@@ -264,19 +265,25 @@ class _Collector:
             "stream": _integers([given.stream for given in arguments]),
             "device": _integers([given.device for given in arguments]),
         }
-        for name in ("elements_in", "elements_out", "group", "dtype"):
-            columns[name] = np.full(len(rows), -1)
-        for place in collectives:
-            given = arguments[place]
-            group = (given.group, given.description, given.group_size)
-            columns["elements_in"][place] = given.elements_in
-            columns["elements_out"][place] = given.elements_out
-            if any(group[:2]):
-                columns["group"][place] = self.groups[group]
-            if given.dtype:
-                columns["dtype"][place] = self.dtypes[given.dtype]
         for name, values in columns.items():
             self.gpu[name].append(values[keep])
+        self._take_collectives(
+            [arguments[place] for place in np.flatnonzero(found.usable & is_collective)]
+        )
+
+    def _take_collectives(self, arguments: Sequence[_GpuArguments]) -> None:
+        groups = []
+        for given in arguments:
+            group = (given.group, given.description, given.group_size)
+            groups.append(self.groups[group] if any(group[:2]) else -1)
+        values = {
+            "elements_in": [given.elements_in for given in arguments],
+            "elements_out": [given.elements_out for given in arguments],
+            "group": groups,
+            "dtype": [self.dtypes[given.dtype] if given.dtype else -1 for given in arguments],
+        }
+        for name, column in values.items():
+            self.collectives[name].append(_integers(column))
 
     def _take_launches(self, rows: Sequence[_AnyEvent], found: _Times) -> None:
         codes = [self._launches[row.name] for row in rows]
@@ -338,11 +345,8 @@ _GPU_COLUMNS = (
     "stream",
     "correlation",
     "name",
-    "elements_in",
-    "elements_out",
-    "group",
-    "dtype",
 )
+_COLLECTIVE_COLUMNS = ("elements_in", "elements_out", "group", "dtype")
 
 _GPU_ARGUMENTS = msgspec.json.Decoder(list[_GpuArguments])
 _LAUNCH_ARGUMENTS = msgspec.json.Decoder(list[_LaunchArguments])
@@ -567,39 +571,20 @@ def _rank_trace(
 ) -> RankTrace:
     rank, world_size, backend = _distributed_info(document.metadata.get("distributedInfo"))
     begin = collector.gpu["begin"].take()
-    gpu = {name: column.take() for name, column in collector.gpu.items()}
     host = {name: column.take() for name, column in collector.host.items()}
-    marks = collector.marks
-    middle = _middle(begin, host["begin"], marks)
-    gpu["begin"] = begin
-    near = np.abs(begin - middle) <= LONGEST_NS
-    notices.add("dropped_absurd_time", int(near.size - near.sum()))
-    gpu = _ordered(gpu, near)
-    near = np.abs(host["begin"] - middle) <= LONGEST_NS
-    notices.add("dropped_absurd_time", int(near.size - near.sum()))
-    host = _ordered(host, near)
-    kept = [mark for mark in marks if abs(mark.begin_ns - middle) <= LONGEST_NS]
-    notices.add("dropped_absurd_time", len(marks) - len(kept))
+    middle = _middle(begin, host["begin"], collector.marks)
+    gpu = _gpu_work(collector, begin, middle, notices)
+    places = _near(host["begin"], middle, notices)
+    host = {name: column[places] for name, column in host.items()}
+    kept = [mark for mark in collector.marks if abs(mark.begin_ns - middle) <= LONGEST_NS]
+    notices.add("dropped_absurd_time", len(collector.marks) - len(kept))
     return RankTrace(
         path=path,
         rank=rank,
         world_size=world_size,
         backend=backend,
         base_time_ns=_integer(document.metadata.get("baseTimeNanoseconds")),
-        gpu=GpuWork(
-            begin_ns=gpu["begin"],
-            end_ns=gpu["begin"] + gpu["duration"],
-            work=gpu["work"].astype(np.uint8),
-            kind=gpu["kind"].astype(np.uint8),
-            device=gpu["device"].astype(np.int32),
-            stream=gpu["stream"].astype(np.int32),
-            correlation=gpu["correlation"],
-            name=gpu["name"].astype(np.int32),
-            elements_in=gpu["elements_in"],
-            elements_out=gpu["elements_out"],
-            group=gpu["group"].astype(np.int32),
-            dtype=gpu["dtype"].astype(np.int32),
-        ),
+        gpu=gpu,
         host_collectives=HostCollectives(
             begin_ns=host["begin"],
             end_ns=host["begin"] + host["duration"],
@@ -608,11 +593,7 @@ def _rank_trace(
             elements=host["elements"],
             dtype=host["dtype"].astype(np.int32),
         ),
-        launches=Launches(
-            begin_ns=collector.launches["begin"].take(),
-            correlation=collector.launches["correlation"].take(),
-            is_kernel=collector.launches["is_kernel"].take().astype(bool),
-        ),
+        launches=_launches_in_order(collector),
         marks=tuple(sorted(kept, key=lambda mark: (mark.begin_ns, mark.end_ns))),
         names=tuple(collector.names),
         groups=tuple(
@@ -627,17 +608,70 @@ def _rank_trace(
 
 
 def _middle(gpu: Ints, host: Ints, marks: Sequence[Mark]) -> int:
-    """Returns a time in the middle of the recording."""
+    """Returns the median of the begins, in ns: a time within the recording."""
     for found in (gpu, host, np.array([mark.begin_ns for mark in marks], np.int64)):
         if found.size:
             return int(np.partition(found, found.size // 2)[found.size // 2])
     return 0
 
 
-def _ordered(columns: dict[str, Ints], keep: npt.NDArray[np.bool_]) -> dict[str, Ints]:
-    places = np.flatnonzero(keep)
-    places = places[np.argsort(columns["begin"][places], kind="stable")]
-    return {name: column[places] for name, column in columns.items()}
+def _near(begin_ns: Ints, middle: int, notices: Notices) -> Ints:
+    """Returns the places of what is not absurdly far from all else, in order of the begin."""
+    far = (begin_ns < middle - LONGEST_NS) | (begin_ns > middle + LONGEST_NS)
+    places = np.argsort(begin_ns, kind="stable")
+    if far.any():
+        notices.add("dropped_absurd_time", int(far.sum()))
+        places = places[~far[places]]
+    return places
+
+
+def _gpu_work(collector: _Collector, begin: Ints, middle: int, notices: Notices) -> GpuWork:
+    """Returns the work in order. One column after the other, so that few are held twice."""
+    columns = collector.gpu
+    places = _near(begin, middle, notices)
+    begin = begin[places]
+    end = columns["duration"].take()[places]
+    end += begin
+    work = columns["work"].take(np.uint8)
+    # Which of the collectives each one is, to put what only these have into the same order.
+    ordinals = np.cumsum(work == Work.COMMUNICATION, dtype=np.int32) - 1
+    of_collectives = ordinals[places]
+    work = work[places]
+    of_collectives = of_collectives[work == Work.COMMUNICATION]
+    del ordinals
+    collectives = {
+        name: column.take()[of_collectives] for name, column in collector.collectives.items()
+    }
+    correlation = columns["correlation"].take()[places]
+    return GpuWork(
+        begin_ns=begin,
+        end_ns=end,
+        work=work,
+        kind=columns["kind"].take(np.uint8)[places],
+        device=_small(columns["device"])[places],
+        stream=_small(columns["stream"])[places],
+        correlation=correlation,
+        name=columns["name"].take(np.int32)[places],
+        elements_in=collectives["elements_in"],
+        elements_out=collectives["elements_out"],
+        group=collectives["group"].astype(np.int32),
+        dtype=collectives["dtype"].astype(np.int32),
+    )
+
+
+def _small(column: Column) -> npt.NDArray[np.int32]:
+    """Returns numbers of devices or streams; those beyond 32 bits, which are none, become -1."""
+    values = column.take()
+    values[np.abs(values) > np.iinfo(np.int32).max] = -1
+    return values.astype(np.int32)
+
+
+def _launches_in_order(collector: _Collector) -> Launches:
+    columns = collector.launches
+    begin, correlation = columns["begin"].take(), columns["correlation"].take()
+    places = np.lexsort((begin, correlation))
+    begin, correlation = begin[places], correlation[places]
+    return Launches(begin, correlation, columns["is_kernel"].take(np.bool_)[places])
 
 
 def _distributed_info(text: bytes | None) -> tuple[int | None, int | None, str | None]:

@@ -5,19 +5,22 @@ All from one rank's trace: waiting for other ranks and transfer cannot be told a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from ddp_profiler.trace import intervals, kernels
+from ddp_profiler.trace import kernels
 from ddp_profiler.trace.columns import Ints
+from ddp_profiler.trace.intervals import Cover
 from ddp_profiler.trace.kernels import Collective, Work
 from ddp_profiler.trace.model import RankTrace
 from ddp_profiler.trace.notices import Notices, TraceWarning
 from ddp_profiler.trace.steps import Step, Steps, StepSource, find_steps
 
+_BLOCK = 1 << 15
+_KIND_UNIT = 1 << 32
 _TOUCHES_NS = 100_000
 _LONGER_THAN_STEPS = 3
 _LONG_NS = 1_000_000
@@ -155,18 +158,76 @@ class RankSplit:
 
 
 @dataclass(frozen=True)
-class _Busy:
-    """Intervals of one kind of work."""
+class _Block:
+    """Some of the work, in order of its begin; all arrays are [work].
+
+    Attributes:
+        begin_ns: Begin.
+        end_ns: End.
+        work: ``kernels.Work``.
+        share: Which kind and group a collective is of; -1 for other work.
+        elements: Elements of a collective; -1 where not said.
+    """
 
     begin_ns: Ints
     end_ns: Ints
+    work: npt.NDArray[np.uint8]
+    share: Ints
+    elements: Ints
 
-    @property
-    def span(self) -> tuple[Ints, Ints]:
-        return self.begin_ns, self.end_ns
 
-    def covered_ns(self) -> int:
-        return intervals.covered_ns(*self.span)
+@dataclass
+class _Share:
+    """Adds up the collectives of one kind and group."""
+
+    beside_compute: Cover
+    alone: Cover = field(default_factory=Cover)
+    count: int = 0
+    sum_ns: int = 0
+    elements: int = 0
+    all_say: bool = True
+
+
+class _Sum:
+    """Adds up blocks of work to the figures of a step, or of the whole."""
+
+    def __init__(self) -> None:
+        self.compute, self.comm, self.memory = Cover(), Cover(), Cover()
+        self.kernels, self.everything = Cover(), Cover()
+        self.comm_sum_ns = 0
+        self.shares: dict[int, _Share] = {}
+
+    def add(self, block: _Block) -> None:
+        """Adds a block that begins after those before it."""
+        begin, end = block.begin_ns, block.end_ns
+        is_compute = block.work == Work.COMPUTE
+        is_comm = block.work == Work.COMMUNICATION
+        self._add_shares(block, is_compute)
+        for cover, chosen in (
+            (self.compute, is_compute),
+            (self.comm, is_comm),
+            (self.memory, block.work == Work.MEMORY),
+            (self.kernels, is_compute | is_comm),
+        ):
+            cover.add(begin[chosen], end[chosen])
+        self.everything.add(begin, end)
+        self.comm_sum_ns += int((end[is_comm] - begin[is_comm]).sum())
+
+    def _add_shares(self, block: _Block, is_compute: npt.NDArray[np.bool_]) -> None:
+        new = set(np.unique(block.share).tolist()) - {-1} - set(self.shares)
+        for share in new:
+            # Until now it has none, so what computes is all there is.
+            self.shares[share] = _Share(beside_compute=replace(self.compute))
+        for share, found in self.shares.items():
+            chosen = block.share == share
+            both = chosen | is_compute
+            found.beside_compute.add(block.begin_ns[both], block.end_ns[both])
+            begin, end = block.begin_ns[chosen], block.end_ns[chosen]
+            found.alone.add(begin, end)
+            found.count += int(begin.size)
+            found.sum_ns += int((end - begin).sum())
+            found.elements += int(block.elements[chosen].sum())
+            found.all_say &= bool((block.elements[chosen] >= 0).all())
 
 
 def split(trace: RankTrace, rank: int) -> RankSplit:
@@ -186,19 +247,16 @@ def split(trace: RankTrace, rank: int) -> RankSplit:
     work_of = _by_step(steps.of_work, len(steps.steps))
     comm_of = _by_step(collectives.step, len(steps.steps))
     for place, step in enumerate(steps.steps):
+        summed = _Sum()
+        summed.add(_block(trace, collectives, on_gpu, work_of[place], comm_of[place]))
         window = windows[place]
-        found = _parts(trace, collectives, work_of[place], comm_of[place], window, told, on_gpu)
+        found = _parts(trace, summed, window[1] - window[0], told)
         parts.append(StepParts(step, window[0], found))
-    everything = np.arange(len(trace.gpu))
-    total = _parts(
-        trace,
-        collectives,
-        everything,
-        np.arange(len(collectives)),
-        _whole(trace, collectives, windows),
-        told,
-        on_gpu,
-    )
+    summed = _Sum()
+    for block in _blocks(trace, collectives, on_gpu):
+        summed.add(block)
+    begin, end = _whole(trace, collectives, windows)
+    total = _parts(trace, summed, end - begin, told)
     return RankSplit(
         rank=rank,
         trace=trace,
@@ -220,7 +278,7 @@ def _collectives(trace: RankTrace, steps: Steps) -> tuple[Collectives, bool]:
     gpu, host = trace.gpu, trace.host_collectives
     places = np.flatnonzero(gpu.work == Work.COMMUNICATION)
     if places.size or not len(host):
-        group, kind = gpu.group[places], gpu.kind[places]
+        group, kind = gpu.group, gpu.kind[places]
         return (
             Collectives(
                 begin_ns=gpu.begin_ns[places],
@@ -228,8 +286,8 @@ def _collectives(trace: RankTrace, steps: Steps) -> tuple[Collectives, bool]:
                 kind=kind,
                 group=group,
                 index=_order(kind, group),
-                elements=np.maximum(gpu.elements_in[places], gpu.elements_out[places]),
-                dtype=gpu.dtype[places],
+                elements=np.maximum(gpu.elements_in, gpu.elements_out),
+                dtype=gpu.dtype,
                 stream=gpu.stream[places].astype(np.int64),
                 step=steps.of_work[places],
             ),
@@ -344,83 +402,92 @@ def _by_step(step: npt.NDArray[np.int32], number: int) -> list[Ints]:
     return [order[edges[place] : edges[place + 1]] for place in range(number)]
 
 
-def _parts(
+def _blocks(trace: RankTrace, collectives: Collectives, on_gpu: bool) -> Iterator[_Block]:
+    """Yields all work in order, a block at a time."""
+    if not on_gpu:
+        # Few enough.
+        yield _block(
+            trace, collectives, on_gpu, np.arange(len(trace.gpu)), np.arange(len(collectives))
+        )
+        return
+    done = 0
+    for first in range(0, len(trace.gpu), _BLOCK):
+        places = slice(first, first + _BLOCK)
+        number = int((trace.gpu.work[places] == Work.COMMUNICATION).sum())
+        yield _block(trace, collectives, on_gpu, places, slice(done, done + number))
+        done += number
+
+
+def _block(
     trace: RankTrace,
     collectives: Collectives,
-    work_places: Ints,
-    comm_places: Ints,
-    window: tuple[int, int],
-    told: bool,
     on_gpu: bool,
-) -> Parts:
+    places: Ints | slice,
+    comm_places: Ints | slice,
+) -> _Block:
+    """Returns work of the GPU with the collectives, which may run on the CPU."""
     gpu = trace.gpu
-    work = gpu.work[work_places]
+    begin, end, work = gpu.begin_ns[places], gpu.end_ns[places], gpu.work[places]
+    share, elements = np.full(begin.size, -1, np.int64), np.full(begin.size, -1, np.int64)
+    kind = collectives.kind[comm_places].astype(np.int64)
+    comm_share = kind * _KIND_UNIT + collectives.group[comm_places] + 1
+    comm_elements = collectives.elements[comm_places]
+    if on_gpu:
+        is_comm = work == Work.COMMUNICATION
+        share[is_comm] = comm_share
+        elements[is_comm] = comm_elements
+        return _Block(begin, end, work, share, elements)
+    begin = np.concatenate((begin, collectives.begin_ns[comm_places]))
+    order = np.argsort(begin, kind="stable")
+    communication = np.full(comm_share.size, Work.COMMUNICATION, np.uint8)
+    return _Block(
+        begin[order],
+        np.concatenate((end, collectives.end_ns[comm_places]))[order],
+        np.concatenate((work, communication))[order],
+        np.concatenate((share, comm_share))[order],
+        np.concatenate((elements, comm_elements))[order],
+    )
 
-    def busy(places: Ints) -> _Busy:
-        return _Busy(gpu.begin_ns[places], gpu.end_ns[places])
 
-    has_gpu = len(gpu) > 0
-    compute = busy(work_places[work == Work.COMPUTE])
-    memory = busy(work_places[work == Work.MEMORY])
-    comm = _Busy(collectives.begin_ns[comm_places], collectives.end_ns[comm_places])
-    window_ns = window[1] - window[0]
-    compute_ns = compute.covered_ns() if has_gpu else None
-    comm_ns = comm.covered_ns() if told else None
-    comm_sum_ns = int((comm.end_ns - comm.begin_ns).sum()) if told else None
-    overlap_ns = intervals.common_ns(comm.span, compute.span) if told and has_gpu else None
-    exposed_ns = comm_ns - overlap_ns if comm_ns is not None and overlap_ns is not None else None
-    memory_ns = exposed_memory_ns = idle_ns = None
-    if has_gpu:
-        computed = _joined(compute, comm)
-        everything = _joined(computed, memory)
-        memory_ns = memory.covered_ns()
-        exposed_memory_ns = everything.covered_ns() - computed.covered_ns()
-        # A collective on the CPU may reach beyond the step's window.
-        idle_ns = max(0, window_ns - everything.covered_ns())
+def _parts(trace: RankTrace, summed: _Sum, window_ns: int, told: bool) -> Parts:
+    """Returns the figures; what both of two kinds cover is what they cover alone, less together."""
+    has_gpu = len(trace.gpu) > 0
+    comm_ns = summed.comm.covered_ns if told else None
+    overlap_ns = exposed_ns = None
+    if comm_ns is not None and has_gpu:
+        overlap_ns = comm_ns + summed.compute.covered_ns - summed.kernels.covered_ns
+        exposed_ns = comm_ns - overlap_ns
+    busy_ns = summed.everything.covered_ns
     return Parts(
         window_ns=window_ns,
-        compute_ns=compute_ns,
+        compute_ns=summed.compute.covered_ns if has_gpu else None,
         comm_ns=comm_ns,
-        comm_sum_ns=comm_sum_ns,
+        comm_sum_ns=summed.comm_sum_ns if told else None,
         overlap_ns=overlap_ns,
         exposed_comm_ns=exposed_ns,
-        memory_ns=memory_ns,
-        exposed_memory_ns=exposed_memory_ns,
-        idle_ns=idle_ns,
+        memory_ns=summed.memory.covered_ns if has_gpu else None,
+        exposed_memory_ns=busy_ns - summed.kernels.covered_ns if has_gpu else None,
+        # A collective on the CPU may reach beyond the step's window.
+        idle_ns=max(0, window_ns - busy_ns) if has_gpu else None,
         overlap_fraction=overlap_ns / comm_ns if comm_ns and overlap_ns is not None else None,
-        by_kind=_shares(trace, collectives, comm_places, compute if has_gpu else None),
+        by_kind=_shares(trace, summed, has_gpu),
     )
 
 
-def _joined(one: _Busy, other: _Busy) -> _Busy:
-    return _Busy(
-        np.concatenate((one.begin_ns, other.begin_ns)), np.concatenate((one.end_ns, other.end_ns))
-    )
-
-
-def _shares(
-    trace: RankTrace, collectives: Collectives, places: Ints, compute: _Busy | None
-) -> tuple[CommShare, ...]:
-    both = collectives.kind[places].astype(np.int64) * 2**32 + collectives.group[places]
+def _shares(trace: RankTrace, summed: _Sum, has_gpu: bool) -> tuple[CommShare, ...]:
     shares = []
-    for one in np.unique(both):
-        of = places[both == one]
-        comm = _Busy(collectives.begin_ns[of], collectives.end_ns[of])
-        covered = comm.covered_ns()
-        elements = collectives.elements[of]
-        group = int(collectives.group[of[0]])
-        exposed = None
-        if compute is not None:
-            exposed = covered - intervals.common_ns(comm.span, compute.span)
+    for number, found in summed.shares.items():
+        kind, group = divmod(number, _KIND_UNIT)
+        exposed_ns = found.beside_compute.covered_ns - summed.compute.covered_ns
         shares.append(
             CommShare(
-                kind=kernels.KINDS[int(collectives.kind[of[0]])],
-                group=trace.groups[group].label if group >= 0 else None,
-                count=int(of.size),
-                elements=int(elements.sum()) if (elements >= 0).all() else None,
-                comm_ns=covered,
-                sum_ns=int((comm.end_ns - comm.begin_ns).sum()),
-                exposed_ns=exposed,
+                kind=kernels.KINDS[kind],
+                group=trace.groups[group - 1].label if group else None,
+                count=found.count,
+                elements=found.elements if found.all_say else None,
+                comm_ns=found.alone.covered_ns,
+                sum_ns=found.sum_ns,
+                exposed_ns=exposed_ns if has_gpu else None,
             )
         )
-    return tuple(sorted(shares, key=lambda share: -share.comm_ns))
+    return tuple(sorted(shares, key=lambda share: (-share.comm_ns, share.kind, share.group or "")))

@@ -230,8 +230,7 @@ def _launched(trace: RankTrace) -> tuple[Ints, npt.NDArray[np.bool_]]:
     launches, wanted = trace.launches, trace.gpu.correlation
     if not launches.correlation.size:
         return np.zeros(len(trace.gpu), np.int64), np.zeros(len(trace.gpu), bool)
-    order = np.lexsort((launches.begin_ns, launches.correlation))
-    correlations, begins = launches.correlation[order], launches.begin_ns[order]
+    correlations, begins = launches.correlation, launches.begin_ns
     places = np.searchsorted(correlations, wanted, "right") - 1
     known = (places >= 0) & (correlations[np.maximum(places, 0)] == wanted) & (wanted > 0)
     places = np.where(known, places, 0)

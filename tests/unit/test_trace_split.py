@@ -41,9 +41,14 @@ def cells(*spans):
 def test_intervals_match_counting(one, other):
     covered = [cells(*((b, b + n) for b, n in found)) for found in (one, other)]
     assert intervals.covered_ns(*arrays(one)) == len(covered[0])
-    assert intervals.common_ns(arrays(one), arrays(other)) == len(covered[0] & covered[1])
-    begin, end = intervals.merged(*arrays(one))
-    assert (begin[1:] > end[:-1]).all()
+    assert intervals.covered_ns(*arrays(one + other)) == len(covered[0] | covered[1])
+    # Block by block, in any sizes.
+    begin, end = arrays(sorted(one + other))
+    for size in (1, 2, 5):
+        cover = intervals.Cover()
+        for at in range(0, begin.size, size):
+            cover.add(begin[at : at + size], end[at : at + size])
+        assert cover.covered_ns == len(covered[0] | covered[1])
 
 
 def parts_of(made, tmp_path, rank=0):
