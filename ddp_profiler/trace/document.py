@@ -17,7 +17,7 @@ from ddp_profiler.errors import InputError
 from ddp_profiler.trace import repair
 from ddp_profiler.trace.notices import Notices
 
-PIECE_BYTES = 1 << 19
+PIECE_BYTES = 1 << 20
 """About how much text is decoded at once: little enough to stay in the processor's cache."""
 
 MAX_EVENT_BYTES = 64 << 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,8 @@ from ddp_profiler.trace.notices import TraceWarning
 
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+Narrow = npt.NDArray[np.signedinteger[Any]]
+"""Whole numbers in a type that is no wider than they need."""
 
 NO_KIND = 255
 """In a column of kinds: no collective."""
@@ -42,10 +45,10 @@ class GpuWork:
     end_ns: Ints
     work: Bytes
     kind: Bytes
-    device: npt.NDArray[np.int32]
-    stream: npt.NDArray[np.int32]
-    correlation: Ints
-    name: npt.NDArray[np.int32]
+    device: Narrow
+    stream: Narrow
+    correlation: Narrow
+    name: Narrow
     elements_in: Ints
     elements_out: Ints
     group: npt.NDArray[np.int32]
@@ -90,7 +93,7 @@ class Launches:
     """
 
     begin_ns: Ints
-    correlation: Ints
+    correlation: Narrow
     is_kernel: npt.NDArray[np.bool_]
 
 

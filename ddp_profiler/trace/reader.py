@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ddp_profiler.errors import InputError
 from ddp_profiler.trace import kernels, times
-from ddp_profiler.trace.columns import Column, Ints
+from ddp_profiler.trace.columns import Column, Ints, narrow
 from ddp_profiler.trace.document import Document
 from ddp_profiler.trace.kernels import Row, Work
 from ddp_profiler.trace.model import (
@@ -615,10 +615,10 @@ def _middle(gpu: Ints, host: Ints, marks: Sequence[Mark]) -> int:
     return 0
 
 
-def _near(begin_ns: Ints, middle: int, notices: Notices) -> Ints:
+def _near(begin_ns: Ints, middle: int, notices: Notices) -> npt.NDArray[np.int32]:
     """Returns the places of what is not absurdly far from all else, in order of the begin."""
     far = (begin_ns < middle - LONGEST_NS) | (begin_ns > middle + LONGEST_NS)
-    places = np.argsort(begin_ns, kind="stable")
+    places = np.argsort(begin_ns, kind="stable").astype(np.int32)
     if far.any():
         notices.add("dropped_absurd_time", int(far.sum()))
         places = places[~far[places]]
@@ -642,16 +642,15 @@ def _gpu_work(collector: _Collector, begin: Ints, middle: int, notices: Notices)
     collectives = {
         name: column.take()[of_collectives] for name, column in collector.collectives.items()
     }
-    correlation = columns["correlation"].take()[places]
     return GpuWork(
         begin_ns=begin,
         end_ns=end,
         work=work,
         kind=columns["kind"].take(np.uint8)[places],
-        device=_small(columns["device"])[places],
-        stream=_small(columns["stream"])[places],
-        correlation=correlation,
-        name=columns["name"].take(np.int32)[places],
+        device=narrow(columns["device"].take())[places],
+        stream=narrow(columns["stream"].take())[places],
+        correlation=narrow(columns["correlation"].take())[places],
+        name=narrow(columns["name"].take())[places],
         elements_in=collectives["elements_in"],
         elements_out=collectives["elements_out"],
         group=collectives["group"].astype(np.int32),
@@ -659,17 +658,10 @@ def _gpu_work(collector: _Collector, begin: Ints, middle: int, notices: Notices)
     )
 
 
-def _small(column: Column) -> npt.NDArray[np.int32]:
-    """Returns numbers of devices or streams; those beyond 32 bits, which are none, become -1."""
-    values = column.take()
-    values[np.abs(values) > np.iinfo(np.int32).max] = -1
-    return values.astype(np.int32)
-
-
 def _launches_in_order(collector: _Collector) -> Launches:
     columns = collector.launches
-    begin, correlation = columns["begin"].take(), columns["correlation"].take()
-    places = np.lexsort((begin, correlation))
+    begin, correlation = columns["begin"].take(), narrow(columns["correlation"].take())
+    places = np.lexsort((begin, correlation)).astype(np.int32)
     begin, correlation = begin[places], correlation[places]
     return Launches(begin, correlation, columns["is_kernel"].take(np.bool_)[places])
 

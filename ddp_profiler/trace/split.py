@@ -338,31 +338,40 @@ def _communication_told(trace: RankTrace, collectives: Collectives, notices: Not
 def _flag_stretched(trace: RankTrace, windows: Sequence[tuple[int, int]], notices: Notices) -> None:
     """Counts kernels whose times cannot be: work of one stream runs one after the other."""
     gpu = trace.gpu
-    if not len(gpu):
-        return
-    duration = gpu.end_ns - gpu.begin_ns
-    flagged = np.zeros(len(gpu), bool)
-    order = np.lexsort((gpu.begin_ns, gpu.stream, gpu.device))
-    same = (gpu.stream[order][1:] == gpu.stream[order][:-1]) & (gpu.stream[order][1:] >= 0)
-    same &= gpu.device[order][1:] == gpu.device[order][:-1]
-    over = gpu.end_ns[order][:-1] - gpu.begin_ns[order][1:]
-    # Rounded times touch, and kernels may begin while the one before them ends.
-    flagged[order[:-1]] = same & (over > _TOUCHES_NS) & (2 * over > duration[order][:-1])
+    longest_ns = np.iinfo(np.int64).max
     # The last one on its stream overlaps nothing, but then it lasts longer than all there is.
     if len(gpu) >= _ENOUGH_WORK:
-        all_begins_ns = int(gpu.begin_ns[-1] - gpu.begin_ns[0])
-        flagged |= duration > max(all_begins_ns, _LONG_NS)
+        longest_ns = max(int(gpu.begin_ns[-1] - gpu.begin_ns[0]), _LONG_NS)
     if len(windows) >= _ENOUGH_STEPS:
-        usual_ns = float(np.median([end - begin for begin, end in windows]))
-        flagged |= duration > max(_LONGER_THAN_STEPS * usual_ns, _LONG_NS)
-    places = np.flatnonzero(flagged)
-    if places.size:
-        worst = places[duration[places].argmax()]
-        name = trace.names[gpu.name[worst]].partition("(")[0][:60]
+        usual_ns = int(np.median([end - begin for begin, end in windows]))
+        longest_ns = min(longest_ns, max(_LONGER_THAN_STEPS * usual_ns, _LONG_NS))
+    count, worst = 0, (0, -1)
+    before: dict[int, int] = {}
+    for first in range(0, len(gpu), _BLOCK):
+        block = slice(first, first + _BLOCK)
+        streams = gpu.device[block].astype(np.int64) * _KIND_UNIT + gpu.stream[block]
+        duration = gpu.end_ns[block] - gpu.begin_ns[block]
+        flagged = set((np.flatnonzero(duration > longest_ns) + first).tolist())
+        for stream in np.unique(streams[gpu.stream[block] >= 0]).tolist():
+            places = np.flatnonzero(streams == stream) + first
+            if stream in before:
+                places = np.concatenate(([before[stream]], places))
+            before[stream] = int(places[-1])
+            over = gpu.end_ns[places[:-1]] - gpu.begin_ns[places[1:]]
+            lasted = gpu.end_ns[places[:-1]] - gpu.begin_ns[places[:-1]]
+            # Rounded times touch, and kernels may begin while the one before them ends.
+            overlaps = (over > _TOUCHES_NS) & (2 * over > lasted)
+            flagged |= set(places[:-1][overlaps].tolist())
+        # The last of the block before may have been counted with it.
+        count += len(flagged)
+        worst = max([worst, *((int(gpu.end_ns[at] - gpu.begin_ns[at]), at) for at in flagged)])
+    if count:
+        lasted_ns, place = worst
+        name = trace.names[gpu.name[place]].partition("(")[0][:60]
         notices.add(
             "stretched_kernel",
-            int(places.size),
-            f"The longest: {name}, {duration[worst] / 1e6:.1f} ms on stream {gpu.stream[worst]}.",
+            count,
+            f"The longest: {name}, {lasted_ns / 1e6:.1f} ms on stream {gpu.stream[place]}.",
         )
 
 

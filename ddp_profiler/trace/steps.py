@@ -12,12 +12,13 @@ import numpy.typing as npt
 
 from ddp_profiler.trace.columns import Ints
 from ddp_profiler.trace.kernels import Work
-from ddp_profiler.trace.model import Mark, RankTrace
+from ddp_profiler.trace.model import Launches, Mark, Narrow, RankTrace
 from ddp_profiler.trace.notices import Notices
 
 OUTSIDE = -1
 """Stands for work of no step."""
 
+_BLOCK = 1 << 15
 _SHORT = 0.5
 _FEW = 0.9
 _ALIKE = 0.95
@@ -192,28 +193,37 @@ def _by_time(
     notices.add("outside_steps", int((of_work == OUTSIDE).sum()))
     of_host = _at(steps, trace.host_collectives.begin_ns)
     notices.add("outside_steps", int((of_host == OUTSIDE).sum()))
-    return _marked(trace, source, steps, of_work, of_host, notices)
+    return _marked(trace, source, steps, (of_work, of_host), _none(0), notices)
 
 
 def _by_launch(
     trace: RankTrace, source: StepSource, steps: Sequence[Step], notices: Notices
 ) -> Steps:
-    launched_ns, known = _launched(trace)
-    of_work = np.where(known, _at(steps, launched_ns), OUTSIDE).astype(np.int32)
-    notices.add("outside_steps", int((known & (of_work == OUTSIDE)).sum()))
-    unknown = ~known
-    correlations = trace.launches.correlation
-    if correlations.size:
-        # They count upwards: a smaller one than all that were recorded was launched before.
-        least = int(correlations[correlations > 0].min(initial=np.iinfo(np.int64).max))
-        before = unknown & (trace.gpu.correlation > 0) & (trace.gpu.correlation < least)
+    gpu, launches = trace.gpu, trace.launches
+    # They count upwards: a smaller one than all that were recorded was launched before.
+    positive = np.searchsorted(launches.correlation, 0, "right")
+    least = int(launches.correlation[positive]) if positive < launches.correlation.size else 0
+    of_work = _none(len(gpu))
+    has_work = np.zeros(launches.begin_ns.size, bool)
+    for first in range(0, len(gpu), _BLOCK):
+        block = slice(first, first + _BLOCK)
+        begin_ns, wanted = gpu.begin_ns[block], gpu.correlation[block]
+        places, known = _launched(launches, begin_ns, wanted)
+        has_work[places[known]] = True
+        found = _none(begin_ns.size)
+        found[known] = _at(steps, launches.begin_ns[places[known]])
+        notices.add("outside_steps", int((known & (found == OUTSIDE)).sum()))
+        before = ~known & (wanted > 0) & (wanted < least)
         notices.add("launched_before_recording", int(before.sum()))
-        unknown &= ~before
-    of_work[unknown] = _at(steps, trace.gpu.begin_ns[unknown])
-    notices.add("assigned_by_time", int(unknown.sum()))
+        unknown = ~known & ~before
+        found[unknown] = _at(steps, begin_ns[unknown])
+        notices.add("assigned_by_time", int(unknown.sum()))
+        of_work[block] = found
     of_host = _at(steps, trace.host_collectives.begin_ns)
     notices.add("outside_steps", int((of_host == OUTSIDE).sum()))
-    return _marked(trace, source, steps, of_work, of_host, notices)
+    lost = launches.is_kernel & (launches.correlation > 0) & ~has_work
+    lost_of = _at(steps, launches.begin_ns[lost]) if len(gpu) else _none(0)
+    return _marked(trace, source, steps, (of_work, of_host), lost_of, notices)
 
 
 def _at(steps: Sequence[Step], times_ns: Ints) -> npt.NDArray[np.int32]:
@@ -225,21 +235,26 @@ def _at(steps: Sequence[Step], times_ns: Ints) -> npt.NDArray[np.int32]:
     return np.where(inside, places, OUTSIDE).astype(np.int32)
 
 
-def _launched(trace: RankTrace) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Returns when each piece of work was launched, in ns, and whether that is known."""
-    launches, wanted = trace.launches, trace.gpu.correlation
+def _launched(
+    launches: Launches, begin_ns: Ints, wanted: Narrow
+) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Returns the place of each piece of work's launch, and whether it is there."""
     if not launches.correlation.size:
-        return np.zeros(len(trace.gpu), np.int64), np.zeros(len(trace.gpu), bool)
-    correlations, begins = launches.correlation, launches.begin_ns
-    places = np.searchsorted(correlations, wanted, "right") - 1
-    known = (places >= 0) & (correlations[np.maximum(places, 0)] == wanted) & (wanted > 0)
+        return np.zeros(wanted.size, np.int64), np.zeros(wanted.size, bool)
+    # Of one type, or numpy would convert all of them for each block.
+    kind = launches.correlation.dtype
+    fits = wanted <= np.iinfo(kind).max
+    sought = np.where(fits, wanted, 0).astype(kind)
+    places = np.searchsorted(launches.correlation, sought, "right") - 1
+    known = fits & (places >= 0) & (wanted > 0)
+    known &= launches.correlation[np.maximum(places, 0)] == sought
     places = np.where(known, places, 0)
     # Numbers may repeat in a long recording: the last launch before the work is its own.
     while True:
-        late = known & (begins[places] > trace.gpu.begin_ns) & (places > 0)
-        late &= correlations[np.maximum(places - 1, 0)] == wanted
+        late = known & (launches.begin_ns[places] > begin_ns) & (places > 0)
+        late &= launches.correlation[np.maximum(places - 1, 0)] == sought
         if not late.any():
-            return begins[places], known
+            return places, known
         places = places - late
 
 
@@ -251,13 +266,23 @@ def _marked(
     trace: RankTrace,
     source: StepSource,
     steps: Sequence[Step],
-    of_work: npt.NDArray[np.int32],
-    of_host: npt.NDArray[np.int32],
+    of: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]],
+    lost_of: npt.NDArray[np.int32],
     notices: Notices,
 ) -> Steps:
-    """Marks the first and last step where they are not recorded in full."""
+    """Marks the first and last step where they are not recorded in full.
+
+    Args:
+        trace: What was read.
+        source: What told the steps apart.
+        steps: The steps.
+        of: Place of the step, [work] and [collective on the CPU].
+        lost_of: Place of the step, [launch of kernels that the trace does not have].
+        notices: Counts what is found.
+    """
     marked = list(steps)
-    missing = _launches_without_work(trace, steps)
+    of_work, of_host = of
+    missing = np.bincount(lost_of[lost_of >= 0], minlength=len(steps)).tolist()
     counts = np.bincount(of_work[of_work >= 0], minlength=len(steps))
     lengths = np.array([step.end_ns - step.begin_ns for step in steps], np.float64)
     for place in sorted({0, len(steps) - 1}):
@@ -287,15 +312,3 @@ def _marked(
         detail = "; ".join(f"Step {step.number}: {step.incomplete}" for step in bad)
         notices.add("incomplete_step", len(bad), f"{detail}.")
     return Steps(source, tuple(marked), of_work, of_host)
-
-
-def _launches_without_work(trace: RankTrace, steps: Sequence[Step]) -> list[int]:
-    """Returns how many launches of kernels of each step have no kernel in the trace, [step]."""
-    launches = trace.launches
-    if not len(trace.gpu):
-        return [0] * len(steps)
-    lost = launches.is_kernel & (launches.correlation > 0)
-    lost &= ~np.isin(launches.correlation, trace.gpu.correlation)
-    places = _at(steps, launches.begin_ns[lost])
-    counts: list[int] = np.bincount(places[places >= 0], minlength=len(steps)).tolist()
-    return counts
