@@ -124,11 +124,13 @@ class Group:
         name: Its name, such as ``0``.
         description: Its description, such as ``default_pg``; empty where there is none.
         size: Number of its ranks; None where not said.
+        ranks: Its ranks; None where not said, or not all of them.
     """
 
     name: str
     description: str
     size: int | None
+    ranks: tuple[int, ...] | None = None
 
     @property
     def label(self) -> str:

@@ -75,6 +75,41 @@ _MESSAGES = {
         "communication. Give the traces of all ranks."
     ),
     "missing_ranks": "Ranks of the job are missing.",
+    # Between ranks.
+    "group_is_several": (
+        "Several process groups have the same name, and the traces do not say which ranks they "
+        "have: their collectives were not compared."
+    ),
+    "group_not_named": (
+        "Collectives do not say which process group they are of: they were taken for those of "
+        "one group of all ranks."
+    ),
+    "collectives_differ_in_kind": (
+        "At the same place ranks have different collectives; these were not compared."
+    ),
+    "collectives_differ_in_size": (
+        "At the same place ranks have collectives of different sizes; these were not compared."
+    ),
+    "collectives_differ_in_count": (
+        "Ranks have different numbers of collectives in the same stretch; those that may be "
+        "meant by others were not compared."
+    ),
+    "collectives_differ_in_order": (
+        "Recordings begin or end at different collectives, and nothing tells which ones belong "
+        "together: none were compared. Record with a schedule, so that there are ProfilerSteps."
+    ),
+    "collectives_not_matched": "Collectives are not in the traces of all ranks given.",
+    "messages_not_paired": (
+        "Messages (SendRecv) are not in the same number on all ranks: they go between some of "
+        "them and were not compared."
+    ),
+    "across_ranks_refused": "Ranks were not compared.",
+    "rank_not_aligned": "The clocks of ranks could not be tied to the others'.",
+    "clock_drift": "Clocks of ranks drift against the others'; that was taken out.",
+    "ends_apart": (
+        "Matched collectives end far apart on the ranks: a time is broken, or the pairing is "
+        "wrong. They were not compared."
+    ),
 }
 
 

@@ -18,6 +18,7 @@ from ddp_profiler.errors import InputError
 from ddp_profiler.trace import kernels, times
 from ddp_profiler.trace.columns import Column, Ints, narrow
 from ddp_profiler.trace.document import Document
+from ddp_profiler.trace.groups import configured_ranks, group_ranks
 from ddp_profiler.trace.kernels import Row, Work
 from ddp_profiler.trace.model import (
     NO_KIND,
@@ -83,6 +84,7 @@ class _GpuArguments(msgspec.Struct, gc=False):
     dtype: str = ""
     group: str = msgspec.field(default="", name="Process Group Name")
     description: str = msgspec.field(default="", name="Process Group Description")
+    ranks: msgspec.Raw = msgspec.field(default=_EMPTY, name="Process Group Ranks")
 
 
 class _LaunchArguments(msgspec.Struct, gc=False):
@@ -274,7 +276,7 @@ class _Collector:
     def _take_collectives(self, arguments: Sequence[_GpuArguments]) -> None:
         groups = []
         for given in arguments:
-            group = (given.group, given.description, given.group_size)
+            group = (given.group, given.description, given.group_size, bytes(given.ranks))
             groups.append(self.groups[group] if any(group[:2]) else -1)
         values = {
             "elements_in": [given.elements_in for given in arguments],
@@ -576,6 +578,7 @@ def _rank_trace(
     gpu = _gpu_work(collector, begin, middle, notices)
     places = _near(host["begin"], middle, notices)
     host = {name: column[places] for name, column in host.items()}
+    config = configured_ranks(document.metadata.get("distributedInfo"))
     kept = [mark for mark in collector.marks if abs(mark.begin_ns - middle) <= LONGEST_NS]
     notices.add("dropped_absurd_time", len(collector.marks) - len(kept))
     return RankTrace(
@@ -597,7 +600,8 @@ def _rank_trace(
         marks=tuple(sorted(kept, key=lambda mark: (mark.begin_ns, mark.end_ns))),
         names=tuple(collector.names),
         groups=tuple(
-            Group(name, text, size if size >= 0 else None) for name, text, size in collector.groups
+            Group(name, text, size if size >= 0 else None, group_ranks(given, size, config, name))
+            for name, text, size, given in collector.groups
         ),
         dtypes=tuple(collector.dtypes),
         distributed_calls=collector.c10d_calls or collector.other_calls,
