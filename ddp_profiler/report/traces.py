@@ -12,11 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ddp_profiler import units
+from ddp_profiler.report import ranks as together
 from ddp_profiler.trace import kernels
+from ddp_profiler.trace.analysis import TraceAnalysis
 from ddp_profiler.trace.gather import TraceSet
 from ddp_profiler.trace.notices import TraceWarning, merged
 from ddp_profiler.trace.split import CommShare, Parts, RankSplit, StepParts
 from ddp_profiler.trace.steps import StepSource
+from ddp_profiler.trace.timeline import Timeline
 
 WIDTH = 80
 _STEPS_SHOWN = 8
@@ -37,22 +40,34 @@ _SOURCES = {
 # JSON
 
 
-def as_json(found: TraceSet) -> dict[str, Any]:
-    """Returns the content of ``trace --json``: times in us, None for what does not apply."""
+def as_json(
+    found: TraceSet, analysis: TraceAnalysis | None = None, timeline: Timeline | None = None
+) -> dict[str, Any]:
+    """Returns the content of ``trace --json``: times in us, None for what does not apply.
+
+    Args:
+        found: The ranks.
+        analysis: What they tell together; left out where it is None.
+        timeline: What was written for Perfetto.
+    """
     return {
         "ranks": [_rank_json(rank) for rank in found.ranks],
         "world_size": found.world_size,
+        **(together.as_json(found, analysis, timeline) if analysis else {}),
         "warnings": [
             {"code": warning.code, "message": warning.message, "count": warning.count}
-            for warning in all_warnings(found)
+            for warning in all_warnings(found, analysis)
         ],
     }
 
 
-def all_warnings(found: TraceSet) -> tuple[TraceWarning, ...]:
-    """Returns the warnings of the set and its ranks, equal ones added up."""
+def all_warnings(
+    found: TraceSet, analysis: TraceAnalysis | None = None
+) -> tuple[TraceWarning, ...]:
+    """Returns the warnings of the set, of its ranks and between them, equal ones added up."""
     ranks = [warning for rank in found.ranks for warning in rank.warnings]
-    return merged((*found.warnings, *ranks))
+    across = analysis.across.warnings if analysis else ()
+    return merged((*found.warnings, *across, *ranks))
 
 
 def _rank_json(rank: RankSplit) -> dict[str, Any]:
@@ -150,8 +165,21 @@ def _us(ns: int | None) -> float | None:
 # Table
 
 
-def render(found: TraceSet, *, color: bool = False) -> str:
-    """Returns the split as text of at most 80 columns, readable without colour."""
+def render(
+    found: TraceSet,
+    analysis: TraceAnalysis | None = None,
+    timeline: Timeline | None = None,
+    *,
+    color: bool = False,
+) -> str:
+    """Returns the split as text of at most 80 columns, readable without colour.
+
+    Args:
+        found: The ranks.
+        analysis: What they tell together; left out where it is None.
+        timeline: What was written for Perfetto.
+        color: Whether to use colour.
+    """
     output = io.StringIO()
     console = Console(
         file=output,
@@ -168,7 +196,16 @@ def render(found: TraceSet, *, color: bool = False) -> str:
     shares = _shares_table(found)
     if shares is not None:
         console.print(shares)
-    for warning in all_warnings(found):
+    for part in together.lines(found, analysis) if analysis else ():
+        console.print(Text(units.printable(part)) if isinstance(part, str) else part)
+    for line in together.findings_lines(analysis) if analysis else ():
+        console.print(Text(units.printable(line)))
+    if timeline is not None:
+        console.print(Text(units.printable(together.timeline_line(timeline))))
+    warnings = all_warnings(found, analysis)
+    if analysis and warnings:
+        console.print(Text("\nNotes"))
+    for warning in warnings:
         times = f" ({warning.count:,} times)" if warning.count > 1 else ""
         console.print(Text(units.printable(f"{warning.code}{times}: {warning.message}")))
     return output.getvalue()

@@ -109,6 +109,7 @@ class Lateness:
         last: How many of them it joined last, by more than clocks may be off.
         caused_ns: Sum of the lags to the second to last: what the others would gain.
         lag_ns: Median of these lags; None without any.
+        behind_ns: Mean time after the first to join, over all meetings; None without any.
         steps: Steps that have meetings.
         steps_worst: In how many of them no rank caused more.
     """
@@ -118,6 +119,7 @@ class Lateness:
     last: int
     caused_ns: int
     lag_ns: int | None
+    behind_ns: int | None
     steps: int
     steps_worst: int
 
@@ -302,12 +304,16 @@ def _by_step(step: npt.NDArray[np.int32], number: int) -> list[Ints]:
 
 def _lateness(meetings: Sequence[Meetings]) -> tuple[Lateness, ...]:
     joined: dict[int, int] = defaultdict(int)
+    behind: dict[int, int] = defaultdict(int)
     lags: dict[int, list[int]] = defaultdict(list)
     by_step: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     steps: dict[int, set[int]] = defaultdict(set)
     for found in meetings:
-        for rank in found.match.ranks:
+        met = found.begin_ns[found.meets]
+        late = (met - met.min(axis=1, keepdims=True)).sum(axis=0).tolist()
+        for rank, late_ns in zip(found.match.ranks, late, strict=True):
             joined[rank] += int(found.meets.sum())
+            behind[rank] += late_ns
             steps[rank] |= set(found.step[found.meets & (found.step >= 0)].tolist())
         for place in np.flatnonzero(found.clear).tolist():
             rank, lag = found.match.ranks[found.last[place]], int(found.lag_ns[place])
@@ -324,6 +330,7 @@ def _lateness(meetings: Sequence[Meetings]) -> tuple[Lateness, ...]:
             last=len(lags[rank]),
             caused_ns=sum(lags[rank]),
             lag_ns=round(float(np.median(lags[rank]))) if lags[rank] else None,
+            behind_ns=behind[rank] // joined[rank] if joined[rank] else None,
             steps=len(steps[rank]),
             steps_worst=worst[rank],
         )

@@ -6,6 +6,7 @@ has the result before everybody has given. So the distance of their ends is that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -155,7 +156,7 @@ def align(ranks: Sequence[RankSplit], matches: Sequence[GroupMatch]) -> Clocks:
     return Clocks(
         zero_ns=zero_ns,
         reference=reference,
-        offset_ns={rank: round(fit.offset_ns) for rank, fit in sorted(fits.items())},
+        offset_ns={rank: _whole(fit.offset_ns) for rank, fit in sorted(fits.items())},
         drift_ppm={rank: fit.slope * 1e6 for rank, fit in sorted(fits.items()) if fit.slope},
         typical_ns=typical_ns,
         most_ns=float(size.max()),
@@ -327,6 +328,11 @@ def _residuals(
         spreads.append(np.ptp(np.stack(begins), axis=0))
     spread = float(np.median(np.concatenate(spreads))) if spreads else 0.0
     return np.concatenate([part.ravel() for part in kept]), spread
+
+
+def _whole(ns: float) -> int:
+    """Rounds halves up, so that a clock that is shifted by whole ns rounds alike."""
+    return math.floor(ns + 0.5)
 
 
 def name_not_tied(clocks: Clocks) -> str:

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ddp_profiler.trace.across import AcrossRanks
 from ddp_profiler.trace.kernels import KINDS, Collective
 from ddp_profiler.trace.model import RankTrace
 from ddp_profiler.trace.split import RankSplit
 from ddp_profiler.trace.steps import StepSource
+
+Floats = npt.NDArray[np.float64]
+_Channel = tuple[Collective, str | None, int]
 
 _REDUCING = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 
@@ -278,22 +282,27 @@ def bandwidths(ranks: Sequence[RankSplit], across: AcrossRanks) -> tuple[Bandwid
         ranks: All ranks that were given.
         across: What they tell together.
     """
-    own: dict[tuple[Collective, str | None, int], list[tuple[int, float]]] = {}
+    own: dict[_Channel, list[Floats]] = {}
+    moved: dict[_Channel, int] = {}
     for split in ranks:
         found = split.collectives
         lasted = found.end_ns - found.begin_ns
-        for place in range(len(found)):
-            kind = KINDS[found.kind[place]]
-            size = group_size(split.trace, int(found.group[place]))
-            factor, nbytes = bus_factor(kind, size), collective_bytes(split, place)
-            if size is None or factor is None or not nbytes or lasted[place] <= 0:
-                continue
-            number = int(found.group[place])
+        each = np.array([type_bytes(name) or 0 for name in split.trace.dtypes] + [0], np.int64)
+        nbytes = np.maximum(found.elements, 0) * each[found.dtype]
+        for number in np.unique(found.group).tolist():
+            size = group_size(split.trace, number)
             label = split.trace.groups[number].label if number >= 0 else None
-            rates = own.setdefault((kind, label, size), [])
-            rates.append((nbytes, nbytes * factor / float(lasted[place])))
+            for code in np.unique(found.kind[found.group == number]).tolist():
+                factor = bus_factor(KINDS[code], size)
+                chosen = (found.group == number) & (found.kind == code)
+                chosen &= (nbytes > 0) & (lasted > 0)
+                if size is None or factor is None or not chosen.any():
+                    continue
+                channel = KINDS[code], label, size
+                own.setdefault(channel, []).append(nbytes[chosen] * factor / lasted[chosen])
+                moved[channel] = moved.get(channel, 0) + int(nbytes[chosen].sum())
     by_rank = {split.rank: split for split in ranks}
-    transfer: dict[tuple[Collective, str | None, int], list[float]] = {}
+    transfer: dict[_Channel, list[float]] = {}
     for meeting in across.meetings:
         first = by_rank[meeting.match.ranks[0]]
         for place in np.flatnonzero(meeting.meets & (meeting.transfer_ns > 0)).tolist():
@@ -309,13 +318,13 @@ def bandwidths(ranks: Sequence[RankSplit], across: AcrossRanks) -> tuple[Bandwid
             kind=key[0],
             group=key[1],
             size=key[2],
-            count=len(rates),
-            bytes=sum(nbytes for nbytes, _ in rates),
-            own_gb_per_s=float(np.median([rate for _, rate in rates])),
+            count=sum(part.size for part in rates),
+            bytes=moved[key],
+            own_gb_per_s=float(np.median(np.concatenate(rates))),
             transfer_gb_per_s=float(np.median(transfer[key])) if key in transfer else None,
             compared=len(transfer.get(key, ())),
         )
-        for key, rates in sorted(own.items(), key=lambda item: -sum(n for n, _ in item[1]))
+        for key, rates in sorted(own.items(), key=lambda item: -moved[item[0]])
     )
 
 
