@@ -32,6 +32,10 @@ _SCALAR_END = re.compile(rb"[,}\]\s]")
 # A string, a quote that no other one closes yet, or what opens, closes and parts values. Runs of
 # characters are possessive, or a string that is cut would be tried from every place.
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{},]', re.DOTALL)
+_RAW_EVENTS = msgspec.json.Decoder(list[msgspec.Raw])
+# What msgspec says of JSON that is sound as far as it goes. If it said something else, events
+# longer than a piece would be looked at for mistakes too early; sound ones have none.
+_TRUNCATED = "truncated"
 _EVENTS = "traceEvents"
 _BOM = b"\xef\xbb\xbf"
 _LOOK_BACK_TRIES = 64
@@ -380,9 +384,10 @@ class Document:
                 self._at = found.boundary + 1
                 return False
             # Either the text is broken, or an event is longer than what is held.
-            if self._is_broken():
-                return self._mend()
             held = len(self._text) - self._at
+            enough = self._ended or held > MAX_EVENT_BYTES or not self._may_go_on()
+            if enough and self._is_broken():
+                return self._mend()
             if held > MAX_EVENT_BYTES:
                 raise self._error(
                     f"has an event at byte {self.position:,} that is longer than "
@@ -392,6 +397,14 @@ class Document:
             if self._ended:
                 return self._last()
             self._fill_to(2 * held)
+
+    def _may_go_on(self) -> bool:
+        """Returns whether what is held reads as JSON that is not at its end."""
+        try:
+            _RAW_EVENTS.decode(b"".join((b"[", memoryview(self._text)[self._at :])))
+        except msgspec.DecodeError as error:
+            return _TRUNCATED in str(error)
+        return False
 
     def _is_broken(self) -> bool:
         """Returns whether one of the events that are held whole is no JSON."""

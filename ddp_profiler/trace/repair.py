@@ -29,6 +29,7 @@ _STRING = re.compile(
     rb'("[^"\\\x00-\x1f]{1,80}"\s*:\s*")(.*?)("\s*(?:,\s*"[^"\\\x00-\x1f]{1,80}"\s*:|\}\s*[,}\]]|\}\s*$))',
     re.DOTALL,
 )
+_LONGEST_MENDED = 1 << 17
 _BARE_QUOTE = re.compile(rb'(\\.)|"', re.DOTALL)
 _LINE_BREAKS = re.compile(rb"[\n\r\t]")
 _ANOTHER_TRACE = re.compile(rb'"(?:schemaVersion|traceEvents|deviceProperties)"\s*:')
@@ -84,8 +85,10 @@ def mend(event: bytes) -> Mended | None:
     """Returns an event repaired; None where it cannot be, or where it is not clear how.
 
     Each repair is kept only if it was needed, so that an event with one mistake is changed
-    in one place.
+    in one place. Very long ones are left alone: they are no names of kernels.
     """
+    if len(event) > _LONGEST_MENDED:
+        return None
     steps = (
         ("repaired_number", _mend_numbers),
         ("repaired_encoding", _mend_encoding),

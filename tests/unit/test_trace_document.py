@@ -14,7 +14,7 @@ from ddp_profiler.trace.document import Document, Scan, scan
 from ddp_profiler.trace.notices import Notices
 
 # Machines are slow at times; nothing here is about time.
-PATIENT = settings(deadline=None, suppress_health_check=list(HealthCheck))
+PATIENT = settings(deadline=None, max_examples=50, suppress_health_check=list(HealthCheck))
 
 # Strings that look like what stands between events.
 NASTY = st.sampled_from(
@@ -55,7 +55,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(document, "PIECE_BYTES", 64)
 
 
-@PATIENT
+@settings(PATIENT, max_examples=20)
 @given(EVENTS, LAYOUTS, st.booleans())
 def test_scan_finds_the_boundaries(events, layout, ascii_only):
     inside = json.dumps(events, ensure_ascii=ascii_only, **layout).encode()[1:]
@@ -117,6 +117,20 @@ def test_no_events_are_an_empty_array_or_none():
 def test_events_longer_than_a_piece(small_pieces):
     events = [{"name": "x" * 5000}, {"name": "b"}, {"args": list(range(3000))}, {"name": "c"}]
     assert read(json.dumps({"traceEvents": events}).encode(), piece=50)[0] == events
+
+
+def test_long_events_may_hold_what_looks_like_others(small_pieces):
+    name = 'say }, {"name": "b", "ph": ' * 60
+    events = [{"name": name, "args": [{"ph": 1}, {"name": name}]}, {"name": "c"}]
+    for lenient in (False, True):
+        text = json.dumps({"traceEvents": events}).encode()
+        assert read(text, piece=50, lenient=lenient)[0] == events
+
+
+def test_broken_text_without_known_keys_ends_soon(small_pieces):
+    text = b'{"traceEvents": [' + b'{"k": "a "b" c", "l": "d"},' * 40_000 + b'{"k": 1}]}'
+    with pytest.raises(InputError, match=r"byte 17 that is no JSON|is cut"):
+        read(text, piece=1 << 16)
 
 
 def test_values_too_long_to_keep_are_passed(monkeypatch, small_pieces):
