@@ -34,6 +34,7 @@ LEAST = 3
 
 _MOST_OTHERS = 8
 _SWEEPS = 2
+_PAIR = 2
 _DRIFT_FROM = 24
 _DRIFT_FROM_NS = 1_000_000_000
 _FINE_NS = 20_000
@@ -53,8 +54,8 @@ class Clocks:
             where groups tie them.
         offset_ns: What each rank's clock shows more than its reference's, at ``zero_ns``.
         drift_ppm: How much faster it runs, in 10^-6; only where that shows.
-        typical_ns: Median distance of an end from the median of its collective's ends; None
-            where nothing was aligned.
+        typical_ns: Median distance of an end from the median of its collective's ends, of two
+            ranks from the other's end; None where nothing was aligned.
         most_ns: The largest such distance.
         uncertainty_ns: The distance that 95 % of them do not exceed.
         num_collectives: Collectives whose ends were used.
@@ -308,7 +309,9 @@ def _residuals(
         aligned = np.stack(
             [fits[one.ranks[place]].aligned(one.ends[:, place]) for place in columns], axis=1
         )
-        found.append(aligned - np.median(aligned, axis=1, keepdims=True))
+        middle = np.median(aligned, axis=1, keepdims=True)
+        # Of two, the middle lies between them: what counts is how far they are from each other.
+        found.append((aligned - middle) * (2 if len(columns) == _PAIR else 1))
     usual = float(np.median(np.abs(np.concatenate([part.ravel() for part in found]))))
     kept = []
     for part in found:

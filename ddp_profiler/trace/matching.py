@@ -379,6 +379,8 @@ def pair_anchored(one: Calls, other: Calls, *, begins: bool, ends: bool) -> Pair
         bad = np.flatnonzero(~good)
         if not bad.size:
             return _all(one, other)
+        if begins and ends and len(shifts := _fitting_shifts(one, other)) == 1:
+            return _shifted(one, other, shifts[0])
         if (one.kind == other.kind).all():
             good_places = np.flatnonzero(good)
             return Pairing(good_places, good_places, "size", int(bad[0]), int(bad.size))
@@ -393,6 +395,8 @@ def pair_anchored(one: Calls, other: Calls, *, begins: bool, ends: bool) -> Pair
         return _ends_of(one, other, 0, short)
     if ends and prefix == short and not (begins and suffix == short):
         return _ends_of(one, other, short, 0)
+    if begins and ends and short and len(shifts := _fitting_shifts(one, other)) == 1:
+        return _shifted(one, other, shifts[0])
     # Otherwise something is missing within: certain are those that are equal on either side,
     # wherever it is missing.
     if prefix + suffix > short:
@@ -427,8 +431,12 @@ def pair_shifted(one: Calls, other: Calls) -> Pairing:
         else:
             none = np.zeros(0, np.int64)
             return Pairing(none, none, "order", 0, max(n, m))
-    first = np.arange(max(0, -best), min(n, m - best))
-    return Pairing(first, first + best)
+    return _shifted(one, other, best)
+
+
+def _shifted(one: Calls, other: Calls, shift: int) -> Pairing:
+    first = np.arange(max(0, -shift), min(len(one), len(other) - shift))
+    return Pairing(first, first + shift)
 
 
 def _fitting_shifts(one: Calls, other: Calls) -> list[int]:

@@ -60,7 +60,10 @@ def test_json_has_the_keys_of_the_contract(folder, capfd):
         assert [step["step"] for step in rank["steps"]] == [0, 1, 2]
         assert len(rank["collectives"]) == 9
         assert rank["collectives"][0]["kind"] == "AllReduce"
-    assert found["warnings"] == []
+    # Their times are random, so nothing ties their clocks.
+    assert {warning["code"] for warning in found["warnings"]} == {"across_ranks_refused"}
+    assert len(found["collectives"]) == 9
+    assert found["clock_offsets_us"] is None
 
 
 def test_times_are_exact_in_json(tmp_path, capfd):
@@ -111,7 +114,7 @@ def test_the_table_reads_well(folder, capfd):
     parts = found.ranks[0].steps[0].parts
     assert float(first[2]) == pytest.approx(parts.window_ns / 1e6, abs=0.005)
     assert f"{parts.overlap_fraction * 100:.0f}%" in first
-    assert sum("AllReduce" in line for line in lines) == 2
+    assert sum(line.split()[:2] in (["0", "AllReduce"], ["1", "AllReduce"]) for line in lines) == 2
 
 
 def test_many_steps_are_not_all_shown(tmp_path):
