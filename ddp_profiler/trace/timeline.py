@@ -20,9 +20,11 @@ from ddp_profiler.trace.split import RankSplit
 from ddp_profiler.trace.unions import Intervals, coarser, union, without
 
 MOST_EVENTS = 1_000_000
-"""About how many events a timeline has at most, over all ranks."""
+"""Most events of a timeline over all ranks, unless there are more than 500 of these."""
 
 _LEAST_OF_RANK = 2000
+# Steps, compute, three of exposed communication, memory, idling, and collectives in two pieces.
+_SHARES = 9
 _WRITTEN_AT_ONCE = 4096
 _SUFFIXES = (".json", ".json.gz")
 
@@ -209,14 +211,18 @@ def _events(
             yield _meta(rank, track, "thread_name", {"name": name})
             yield _meta(rank, track, "thread_sort_index", {"sort_index": track})
 
-    for step in split.steps:
+    together = -(-len(split.steps) // max(1, most // _SHARES))
+    for place in range(0, len(split.steps), together or 1):
         yield from name_track(_STEPS, _NAMES[_STEPS])
-        name = f"step {step.step.number}" + (" (incomplete)" if step.step.incomplete else "")
-        begin, end = clock(np.array([step.step.begin_ns, step.step.end_ns], np.int64)).tolist()
+        steps = [one.step for one in split.steps[place : place + together]]
+        name = f"step {steps[0].number}" + (" (incomplete)" if steps[0].incomplete else "")
+        if len(steps) > 1:
+            name = f"steps {steps[0].number} to {steps[-1].number}"
+        begin, end = clock(np.array([steps[0].begin_ns, steps[-1].end_ns], np.int64)).tolist()
         made.events += 1
         yield _slice(rank, _STEPS, name, begin, end, {})
     for track, name, found in _parts(split, across):
-        fewer, gap_ns = coarser(found, max(1, most // 8))
+        fewer, gap_ns = coarser(found, max(1, most // _SHARES))
         made.closed_gap_ns = max(made.closed_gap_ns, gap_ns)
         if fewer.begin_ns.size:
             yield from name_track(track, _NAMES[track])
@@ -266,7 +272,7 @@ def _collectives(
     wait_ns, told = waits_of(split, across.meetings)
     last = _last_ranks(split, across)
     places = np.arange(len(found))
-    keep = max(1, most // 4)
+    keep = max(1, most // _SHARES)
     if places.size > keep:
         lasted = found.end_ns - found.begin_ns
         places = np.sort(np.argsort(-lasted, kind="stable")[:keep])
