@@ -49,6 +49,7 @@ _AFTER_ALL = np.iinfo(np.int64).max
 _MOST_SHIFT = 2000
 _LEAST_OVERLAP = 3
 _SAMPLED = 64
+_MOST_SCATTERED = 2000
 _CLEARLY = 4
 _ALIKE_NS = 1000
 _PAIR = 2
@@ -460,6 +461,7 @@ def _fitting_shifts(one: Calls, other: Calls) -> list[int]:
 def _scatter_ns(one: Calls, other: Calls, shift: int) -> float:
     """Returns by how much the distance of the ends scatters: the median deviation."""
     first = np.arange(max(0, -shift), min(len(one), len(other) - shift))
+    first = first[:: max(1, first.size // _MOST_SCATTERED)]
     apart = other.end_ns[first + shift] - one.end_ns[first]
     apart = apart - apart[0]
     return float(np.median(np.abs(apart - np.median(apart))))
