@@ -425,13 +425,11 @@ def pair_shifted(one: Calls, other: Calls) -> Pairing:
     if len(shifts) > 1:
         apart = sorted((_scatter_ns(one, other, shift), abs(shift), shift) for shift in shifts)
         clear = apart[1][0] > max(_CLEARLY * apart[0][0], _ALIKE_NS)
-        if clear:
-            best = apart[0][2]
-        elif n == m:
-            best = 0
-        else:
+        if not clear:
+            # Not even as many on both are the same ones: each may have lost one at another end.
             none = np.zeros(0, np.int64)
             return Pairing(none, none, "order", 0, max(n, m))
+        best = apart[0][2]
     return _shifted(one, other, best)
 
 

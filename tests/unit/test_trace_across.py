@@ -11,7 +11,7 @@ from ddp_profiler.trace.analysis import analyse
 from ddp_profiler.trace.gather import read_ranks
 from ddp_profiler.trace.kernels import KINDS
 
-from .kineto import number
+from .kineto import Recording, number
 from .traced_job import Call, make_job
 
 
@@ -376,6 +376,20 @@ def test_equal_collectives_without_steps_are_paired_by_their_ends(tmp_path):
     _, across = compared(job, tmp_path)
     assert across.clocks.offset_ns == {0: 0, **OFFSETS}
     assert [row[5] for row in rows(across)] == [met.transfer for met in job.met[3:]]
+
+
+def test_an_even_rhythm_without_steps_is_refused_not_guessed(tmp_path):
+    for rank in range(2):
+        made = Recording(rank=rank)
+        for place in range(8):
+            made.comm((place + rank) * 1_000_000, 500_000, **{"Process Group Name": "7"})
+        made.write(tmp_path / f"rank{rank}.json")
+    across = compare(read_ranks([tmp_path]).ranks)
+    assert codes(across)["collectives_differ_in_order"] == 8
+    message = text_of(across, "collectives_differ_in_order")
+    assert message.endswith("Group 7: 8 of rank 1 fit 8 of rank 0 in several ways.")
+    assert "ProfilerSteps" in message
+    assert across.meetings == ()
 
 
 def test_a_collective_that_one_rank_lacks_shifts_nothing(tmp_path):

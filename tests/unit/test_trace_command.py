@@ -1,5 +1,6 @@
 """``ddp-profiler trace``: the table, the JSON of the contract, exit codes, progress."""
 
+import gzip
 import io
 import json
 import math
@@ -13,6 +14,7 @@ from ddp_profiler.report.progress import ReadingProgress
 from ddp_profiler.trace.gather import read_ranks
 
 from .kineto import ALL_REDUCE, Recording, training
+from .traced_job import make_job
 
 
 def call(capfd, *arguments):
@@ -115,6 +117,27 @@ def test_the_table_reads_well(folder, capfd):
     assert float(first[2]) == pytest.approx(parts.window_ns / 1e6, abs=0.005)
     assert f"{parts.overlap_fraction * 100:.0f}%" in first
     assert sum(line.split()[:2] in (["0", "AllReduce"], ["1", "AllReduce"]) for line in lines) == 2
+
+
+def test_the_timeline_is_written_and_told(tmp_path, capfd):
+    folder = make_job(1, offsets={1: 3_000_000}).write(tmp_path / "job")
+    path = tmp_path / "all.json.gz"
+    code, out, err = call(capfd, folder, "--timeline", path)
+    assert (code, err) == (0, "")
+    assert "Timeline: " in out
+    assert "Across ranks: 9 collectives matched." in out
+    with gzip.open(path) as opened:
+        assert len({event["pid"] for event in json.load(opened)["traceEvents"]}) == 4
+    # It is not overwritten, and that is said before anything is read.
+    code, out, err = call(capfd, folder, "--timeline", path)
+    assert (code, out) == (2, "")
+    assert "exists; it is not overwritten" in err
+    code, out, _ = call(capfd, folder, "--json", "--timeline", tmp_path / "b.json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["timeline"]["file"].endswith("b.json")
+    assert found["clock_offsets_us"]["1"] == 3000
+    assert found["findings"]
 
 
 def test_many_steps_are_not_all_shown(tmp_path):
