@@ -316,7 +316,7 @@ def _residuals(
     kept = []
     for part in found:
         far = np.abs(part).max(axis=1) > max(_APART_NS, _APART_TIMES * usual)
-        kept.append(part if far.mean() > _MOST_APART else part[~far])
+        kept.append(part if far.sum() > max(1, _MOST_APART * far.size) else part[~far])
     spreads = []
     for match in matches:
         chosen = ENDS_TOGETHER[match.kind]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from ddp_profiler import units
 from ddp_profiler.naming import name_ranks
@@ -73,8 +74,8 @@ def find(
 
 
 def _window_ns(ranks: Sequence[RankSplit]) -> float:
-    """Returns the mean window of what was recorded."""
-    return sum(split.total.window_ns for split in ranks) / len(ranks)
+    """Returns the median window of what was recorded: one broken time does not move it."""
+    return float(median(split.total.window_ns for split in ranks))
 
 
 def _about_late_ranks(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterator[Finding]:

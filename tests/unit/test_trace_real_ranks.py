@@ -136,6 +136,27 @@ def test_lower_case_kernels_change_nothing(dlrm, tmp_path):
     assert list(map(without_files, lowered["ranks"])) == list(map(without_files, base["ranks"]))
 
 
+def test_one_kernel_of_10_s_is_flagged_and_moves_nothing_else(dlrm, tmp_path):
+    def stretch(rank, content):
+        if rank == 3:
+            found = [
+                e for e in content["traceEvents"]
+                if e.get("cat") == "kernel" and "AllReduce" in e["name"]
+            ]  # fmt: skip
+            sorted(found, key=lambda event: event["ts"])[1]["dur"] = 10_000_000
+
+    _, _, broken = content_of([copied(tmp_path / "job", stretch)])
+    codes = {warning["code"]: warning["count"] for warning in broken["warnings"]}
+    assert (codes["ends_apart"], codes["stretched_kernel"]) == (1, 1)
+    assert broken["clock_residual_us"] <= 7
+    for rank, us in dlrm[2]["clock_offsets_us"].items():
+        assert broken["clock_offsets_us"][rank] == pytest.approx(us, abs=3)
+    rows = of_kind(broken, "AllReduce")
+    assert [row["last_rank"] for row in rows] == [7, None, 4]
+    assert [row["transfer_us"] for row in rows] == [86, None, 69]
+    assert "late-rank" in {one["id"] for one in broken["findings"]}
+
+
 def test_one_missing_rank(tmp_path):
     files = sorted((FOLDER / "dlrm_8_ranks").iterdir())
     _, _, content = content_of([file for file in files if "worker7" not in file.name])
