@@ -457,12 +457,12 @@ def _fitting_shifts(one: Calls, other: Calls) -> list[int]:
 
 
 def _scatter_ns(one: Calls, other: Calls, shift: int) -> float:
-    """Returns by how much the distance of the ends scatters: the median deviation."""
+    """Returns by how much the distance of the ends scatters: what 3 of 4 do not exceed."""
     first = np.arange(max(0, -shift), min(len(one), len(other) - shift))
     first = first[:: max(1, first.size // _MOST_SCATTERED)]
     apart = other.end_ns[first + shift] - one.end_ns[first]
     apart = apart - apart[0]
-    return float(np.median(np.abs(apart - np.median(apart))))
+    return float(np.percentile(np.abs(apart - np.median(apart)), 75))
 
 
 def _all(one: Calls, other: Calls) -> Pairing:

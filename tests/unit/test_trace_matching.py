@@ -91,7 +91,11 @@ def test_recordings_of_any_stretch_pair_by_shifting(tokens, data):
     drop = data.draw(st.integers(0, cut))
     other = without(moved, set(range(len(tokens) - drop, len(tokens))))
     pairing = pair_shifted(one, other)
-    assert pairing.count == 0
+    if pairing.differs:
+        # Few ends may look even by chance: then nothing is paired rather than something wrong.
+        assert (pairing.differs, pairing.first.size) == ("order", 0)
+        assert len(tokens) < 12
+        return
     assert true_pairs(one, other, pairing) == len(one) - drop
 
 
