@@ -18,7 +18,7 @@ from ddp_profiler.trace.kernels import KINDS
 from ddp_profiler.trace.matching import GroupMatch
 from ddp_profiler.trace.split import RankSplit
 from ddp_profiler.trace.timeline import Timeline
-from ddp_profiler.trace.volume import collective_bytes, transfer_rate
+from ddp_profiler.trace.volume import collective_bytes, group_size, transfer_rate
 
 _RANKS_SHOWN = 32
 _RATES_SHOWN = 8
@@ -256,6 +256,7 @@ def _described(split: RankSplit, place: int) -> Mapping[str, Any]:
         "dtype": trace.dtypes[dtype] if dtype >= 0 else None,
         "bytes": collective_bytes(split, place),
         "group": trace.groups[group].label if group >= 0 else None,
+        "group_size": group_size(trace, group),
         "step": split.steps[step].step.number if step >= 0 else None,
     }
 

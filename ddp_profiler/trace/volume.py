@@ -18,6 +18,7 @@ from ddp_profiler.trace.steps import StepSource
 Floats = npt.NDArray[np.float64]
 _Channel = tuple[Collective, str | None, int]
 
+_LEAST_SHARE = 0.01
 _REDUCING = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 
 _TYPE_BYTES = {
@@ -169,26 +170,29 @@ def reductions(split: RankSplit) -> Reductions | None:
 
     Counted is one kind (AllReduce or ReduceScatter) in one process group, with elements of
     floating types where types are recorded: the group with the most ranks, then the kind and
-    group with the most elements. Other reductions, such as those of shards between replicas,
-    are of the same gradients.
+    group with the most elements. What has less than a hundredth of the most, such as a loss that
+    is averaged over all ranks, does not come into question. Other reductions, such as those of
+    shards between replicas, are of the same gradients.
 
     Args:
         split: The rank.
     """
     found, trace = split.collectives, split.trace
     floating = np.array([is_floating(name) for name in trace.dtypes] + [True])[found.dtype]
-    best: tuple[tuple[int, int, int], Collective, int] | None = None
+    candidates = []
     for kind in _REDUCING:
         of_kind = (found.kind == KINDS.index(kind)) & floating
         for group in np.unique(found.group[of_kind]).tolist():
             chosen = of_kind & (found.group == group)
             elements = int(np.maximum(found.elements[chosen], 0).sum())
-            rank = (group_size(trace, group) or 0, elements, int(chosen.sum()))
-            if best is None or rank > best[0]:
-                best = rank, kind, group
-    if best is None:
+            size = group_size(trace, group) or 0
+            candidates.append((size, elements, int(chosen.sum()), kind, group))
+    if not candidates:
         return None
-    _, kind, group = best
+    most = max(elements for _, elements, *_ in candidates)
+    *_, kind, group = max(
+        (one for one in candidates if one[1] >= _LEAST_SHARE * most), key=lambda one: one[:3]
+    )
     chosen = (found.kind == KINDS.index(kind)) & floating & (found.group == group)
     label = trace.groups[group].label if group >= 0 else None
     types = sorted({trace.dtypes[one] for one in found.dtype[chosen].tolist() if one >= 0})

@@ -52,6 +52,11 @@ def test_sharded_gradients_are_those_of_the_largest_group(tmp_path):
     one = reductions(found.ranks[0])
     assert (one.kind, one.group, one.size) == (Collective.REDUCE_SCATTER, "1 (pg1)", 3)
     assert [(s.count, s.elements, s.bytes) for s in one.steps] == [(1, 900, 1800)] * 3
+    # Nor is it a loss that all ranks average, or an activation within a smaller group.
+    (tmp_path / "b").mkdir()
+    script += [Call("AllReduce", "0", (0, 1, 2, 3), 1), Call("AllReduce", "5", (0, 1), 5000)]
+    one = reductions(read(make_job(1, script=script), tmp_path / "b").ranks[0])
+    assert (one.kind, one.group) == (Collective.REDUCE_SCATTER, "1 (pg1)")
     # Rank 3 has no larger one.
     assert reductions(found.ranks[3]).group == "2 (pg2)"
 
