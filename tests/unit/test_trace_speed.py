@@ -49,10 +49,10 @@ def runs(speed, ours=(0.2, 30), floor=0.2, hta=(4.0, 300), ten=(2.0, 32)):
         run
         for _ in range(3)
         for run in (
-            speed.Run("ours", "once", *ours, None),
-            speed.Run("floor", "once", floor, 100, None),
-            speed.Run("hta", "once", *hta, None),
-            speed.Run("ours", "repeated", *ten, None),
+            speed.Run("ours", "once", 9.0, *ours, None),
+            speed.Run("floor", "once", 9.0, floor, 100, None),
+            speed.Run("hta", "once", 9.0, *hta, None),
+            speed.Run("ours", "repeated", 9.0, *ten, None),
         )
     ]
 
@@ -62,7 +62,7 @@ def test_goals_are_judged_by_what_came_out(speed):
     assert [goal.met for goal in speed.goals(runs(speed), sizes)] == [True] * 5
     worse = runs(speed, ours=(0.5, 200), ten=(9.0, 250))
     assert [goal.met for goal in speed.goals(worse, sizes)] == [False] * 5
-    large = [*runs(speed), speed.Run("ours", "large", 20.0, 1100, None)]
+    large = [*runs(speed), speed.Run("ours", "large", 9.0, 20.0, 1100, None)]
     assert [goal.met for goal in speed.goals(large, sizes)][-1] is False
 
 
