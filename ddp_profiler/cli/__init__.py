@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -28,6 +30,7 @@ NAME = "ddp-profiler"
 _COMMANDS = {
     "analyze": "Show where the step time of a run went.",
     "study": "Launch a training script at several dp and compare.",
+    "trace": "Show where the step time went, from traces of torch.profiler.",
     "merge": "Join the folders that nodes without a shared file system kept.",
 }
 
@@ -120,6 +123,15 @@ def write_out(text: str) -> None:
         raise InputError(
             f"Cannot write the result to stdout: {error.strerror or error}."
         ) from error
+
+
+def ascii_json(text: str, encoding: str | None) -> str:
+    """Returns JSON that the encoding can hold: other characters stand in strings only."""
+    try:
+        text.encode(encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return re.sub(r"[^\x00-\x7f]", lambda found: json.dumps(found[0])[1:-1], text)
+    return text
 
 
 def _discard_stdout() -> None:

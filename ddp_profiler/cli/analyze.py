@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from pathlib import Path
 
 import click
 
-from ddp_profiler.cli import write_out
+from ddp_profiler.cli import ascii_json, write_out
 
 
 @click.command("analyze")
@@ -38,16 +36,7 @@ def command(run: Path, as_json: bool) -> None:
     encoding = getattr(sys.stdout, "encoding", None)
     if as_json:
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
-        write_out(_json_for_encoding(text, encoding) + "\n")
+        write_out(ascii_json(text, encoding) + "\n")
     else:
         color = sys.stdout is not None and sys.stdout.isatty()
         write_out(console.for_encoding(console.render(summary, color=color), encoding))
-
-
-def _json_for_encoding(text: str, encoding: str | None) -> str:
-    """Returns JSON that the encoding can hold: other characters stand in strings only."""
-    try:
-        text.encode(encoding or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        return re.sub(r"[^\x00-\x7f]", lambda found: json.dumps(found[0])[1:-1], text)
-    return text

@@ -1,10 +1,10 @@
-"""Tells on stderr how a study goes: a bar on a terminal, lines elsewhere."""
+"""Tells on stderr how a study or long reading goes: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import TextIO
+from typing import Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -83,3 +83,61 @@ class NoProgress:
 
     def level_ends(self) -> None:
         """Shows nothing."""
+
+
+class ReadingProgress:
+    """Progress of reading files; nothing is shown of what takes less than a second or two.
+
+    Args:
+        stream: Where to write.
+    """
+
+    _QUIET_S = 1.5
+    _LINE_EVERY_S = 10.0
+
+    def __init__(self, stream: TextIO = sys.stderr) -> None:
+        self._stream = stream
+        self._begin = time.monotonic()
+        self._next_line = self._begin + self._LINE_EVERY_S
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        """Begins to count the time."""
+        self._begin = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def tell(self, done: int, total: int) -> None:
+        """Shows how many bytes have been read of how many."""
+        now = time.monotonic()
+        # None where the process was started with stderr closed.
+        if self._stream is None or now - self._begin < self._QUIET_S:
+            return
+        console = Console(file=self._stream)
+        if not (self._stream.isatty() and console.is_terminal and not console.is_dumb_terminal):
+            if now >= self._next_line:
+                self._next_line = now + self._LINE_EVERY_S
+                share = f"{done / total:.0%} of " if total else ""
+                print(f"reading: {share}{total / 1e6:.0f} MB", file=self._stream, flush=True)
+            return
+        if self._bar is None:
+            self._bar = Progress(
+                TextColumn("reading"),
+                BarColumn(bar_width=30),
+                TextColumn("{task.percentage:>3.0f} %"),
+                TimeElapsedColumn(),
+                console=console,
+                auto_refresh=False,
+                transient=True,
+            )
+            self._task = self._bar.add_task("reading", total=total)
+            self._bar.start()
+        if self._task is not None:
+            self._bar.update(self._task, completed=done)
+            self._bar.refresh()

@@ -58,6 +58,8 @@ def test_skeleton_is_clean(skeleton):
         ("measure/__init__", "import ddp_profiler.record.writer", "measure and workload know"),
         ("workload/__init__", "import ddp_profiler.measure", "Imports go one way"),
         ("record/__init__", "import torch", "What reads and shows a record works without torch"),
+        ("trace/__init__", "import torch", "What reads and shows a record works without torch"),
+        ("trace/__init__", "import ddp_profiler.analysis", "Imports go one way"),
         ("analysis/__init__", "import pyarrow", "analysis knows schema and units"),
         ("report/__init__", "import ddp_profiler.record.reader", "report knows results"),
         ("load", "import ddp_profiler.measure", "Imports go one way"),

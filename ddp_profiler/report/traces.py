@@ -1,0 +1,330 @@
+"""The table and the JSON of split traces."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ddp_profiler import units
+from ddp_profiler.report import ranks as together
+from ddp_profiler.trace import kernels
+from ddp_profiler.trace.analysis import TraceAnalysis
+from ddp_profiler.trace.gather import TraceSet
+from ddp_profiler.trace.notices import TraceWarning, merged
+from ddp_profiler.trace.split import CommShare, Parts, RankSplit, StepParts
+from ddp_profiler.trace.steps import StepSource
+from ddp_profiler.trace.timeline import Timeline
+
+WIDTH = 80
+_STEPS_SHOWN = 8
+_FIRST_SHOWN = 4
+_LAST_SHOWN = 2
+_SHARES_SHOWN = 12
+
+_SOURCES = {
+    StepSource.PROFILER_STEP: "ProfilerStep",
+    StepSource.GPU_ANNOTATION: "ProfilerStep on the GPU's timeline",
+    StepSource.OPTIMIZER_STEP: "calls of the optimizer",
+    StepSource.GPU_PATTERN: "the period of the GPU's kernels",
+    StepSource.NONE: "nowhere: only the total",
+}
+
+
+# ----------------------------------------------------------------------------------------------
+# JSON
+
+
+def as_json(
+    found: TraceSet, analysis: TraceAnalysis | None = None, timeline: Timeline | None = None
+) -> dict[str, Any]:
+    """Returns the content of ``trace --json``: times in us, None for what does not apply.
+
+    Args:
+        found: The ranks.
+        analysis: What they tell together; left out where it is None.
+        timeline: What was written for Perfetto.
+    """
+    return {
+        "ranks": [_rank_json(rank) for rank in found.ranks],
+        "world_size": found.world_size,
+        **(together.as_json(found, analysis, timeline) if analysis else {}),
+        "warnings": [
+            {"code": warning.code, "message": warning.message, "count": warning.count}
+            for warning in all_warnings(found, analysis)
+        ],
+    }
+
+
+def all_warnings(
+    found: TraceSet, analysis: TraceAnalysis | None = None
+) -> tuple[TraceWarning, ...]:
+    """Returns the warnings of the set, of its ranks and between them, equal ones added up."""
+    ranks = [warning for rank in found.ranks for warning in rank.warnings]
+    across = analysis.across.warnings if analysis else ()
+    return merged((*found.warnings, *across, *ranks))
+
+
+def _rank_json(rank: RankSplit) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "world_size": rank.trace.world_size,
+        "backend": rank.trace.backend,
+        "file": str(rank.trace.path),
+        "base_time_ns": rank.trace.base_time_ns,
+        "step_source": rank.step_source.value,
+        "comm_source": "gpu" if rank.on_gpu else "cpu",
+        "steps": [_step_json(step) for step in rank.steps],
+        "total": _parts_json(rank.total),
+        "collectives": list(_collectives_json(rank)),
+        "warnings": [
+            {"code": warning.code, "message": warning.message, "count": warning.count}
+            for warning in rank.warnings
+        ],
+    }
+
+
+def _step_json(found: StepParts) -> Mapping[str, Any]:
+    step = found.step
+    return {
+        "step": step.number,
+        "begin_us": _us(step.begin_ns),
+        "step_us": _us(step.end_ns - step.begin_ns),
+        "complete": not step.incomplete,
+        "incomplete_reason": step.incomplete or None,
+        "window_begin_us": _us(found.window_begin_ns),
+        **_parts_json(found.parts),
+    }
+
+
+def _parts_json(parts: Parts) -> Mapping[str, Any]:
+    return {
+        "window_us": _us(parts.window_ns),
+        "compute_us": _us(parts.compute_ns),
+        "comm_us": _us(parts.comm_ns),
+        "comm_sum_us": _us(parts.comm_sum_ns),
+        "overlap_us": _us(parts.overlap_ns),
+        "exposed_comm_us": _us(parts.exposed_comm_ns),
+        "memory_us": _us(parts.memory_ns),
+        "exposed_memory_us": _us(parts.exposed_memory_ns),
+        "idle_us": _us(parts.idle_ns),
+        "overlap_fraction": parts.overlap_fraction,
+        "comm_by_kind": [
+            {
+                "kind": share.kind.value,
+                "group": share.group,
+                "count": share.count,
+                "elements": share.elements,
+                "comm_us": _us(share.comm_ns),
+                "sum_us": _us(share.sum_ns),
+                "exposed_us": _us(share.exposed_ns),
+            }
+            for share in parts.by_kind
+        ],
+    }
+
+
+def _collectives_json(rank: RankSplit) -> Iterable[Mapping[str, Any]]:
+    found, trace = rank.collectives, rank.trace
+    columns = (
+        found.kind,
+        found.index,
+        found.elements,
+        found.dtype,
+        found.group,
+        found.stream,
+        found.step,
+        found.begin_ns,
+        found.end_ns,
+    )
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for kind, index, elements, dtype, group, stream, step, begin, end in rows:
+        yield {
+            "kind": kernels.KINDS[kind].value,
+            "index": index,
+            "elements": elements if elements >= 0 else None,
+            "dtype": trace.dtypes[dtype] if dtype >= 0 else None,
+            "group": trace.groups[group].label if group >= 0 else None,
+            "stream": stream if stream >= 0 else None,
+            "step": rank.steps[step].step.number if step >= 0 else None,
+            "begin_us": _us(begin),
+            "duration_us": _us(end - begin),
+        }
+
+
+def _us(ns: int | None) -> float | None:
+    return None if ns is None else ns / 1000
+
+
+# ----------------------------------------------------------------------------------------------
+# Table
+
+
+def render(
+    found: TraceSet,
+    analysis: TraceAnalysis | None = None,
+    timeline: Timeline | None = None,
+    *,
+    color: bool = False,
+) -> str:
+    """Returns the split as text of at most 80 columns, readable without colour.
+
+    Args:
+        found: The ranks.
+        analysis: What they tell together; left out where it is None.
+        timeline: What was written for Perfetto.
+        color: Whether to use colour.
+    """
+    output = io.StringIO()
+    console = Console(
+        file=output,
+        width=WIDTH,
+        force_terminal=color,
+        no_color=not color,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    for line in _heading(found):
+        console.print(Text(units.printable(line)))
+    console.print(_steps_table(found))
+    shares = _shares_table(found)
+    if shares is not None:
+        console.print(shares)
+    for part in together.lines(found, analysis) if analysis else ():
+        console.print(Text(units.printable(part)) if isinstance(part, str) else part)
+    for line in together.findings_lines(analysis) if analysis else ():
+        console.print(Text(units.printable(line)))
+    if timeline is not None:
+        console.print(Text(units.printable(together.timeline_line(timeline))))
+    warnings = all_warnings(found, analysis)
+    if analysis and warnings:
+        console.print(Text("\nNotes"))
+    for warning in warnings:
+        times = f" ({warning.count:,} times)" if warning.count > 1 else ""
+        console.print(Text(units.printable(f"{warning.code}{times}: {warning.message}")))
+    return output.getvalue()
+
+
+def _heading(found: TraceSet) -> list[str]:
+    ranks = units.ranks(rank.rank for rank in found.ranks)
+    of = f" of {found.world_size}" if found.world_size is not None else ""
+    backends = sorted({rank.trace.backend for rank in found.ranks if rank.trace.backend})
+    backend = f", {backends[0]}" if backends else ""
+    sources = list(dict.fromkeys(_SOURCES[rank.step_source] for rank in found.ranks))
+    lines = [
+        f"{ranks[0].upper()}{ranks[1:]}{of}{backend}; steps from {' and '.join(sources)}; "
+        "times in ms."
+    ]
+    if any(not rank.on_gpu for rank in found.ranks):
+        lines.append("Communication runs on the CPU: what it overlaps with is not in the trace.")
+    return lines
+
+
+def _table(*columns: tuple[str, str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for header, side in columns:
+        table.add_column(
+            header,
+            justify="right" if side == "right" else "left",
+            no_wrap=side == "right",
+            overflow="fold",
+        )
+    return table
+
+
+def _steps_table(found: TraceSet) -> Table:
+    several = len(found.ranks) > 1
+    columns = [("rank", "right")] if several else []
+    columns += [
+        ("step", "left"),
+        ("window", "right"),
+        ("compute", "right"),
+        ("comm", "right"),
+        ("overlap", "right"),
+        ("exposed\ncomm", "right"),
+        ("exposed\nmemory", "right"),
+        ("idle", "right"),
+    ]
+    table = _table(*columns)
+    apart = any(len(rank.steps) > 1 for rank in found.ranks)
+    for rank in found.ranks:
+        label = [str(rank.rank)] if several else []
+        for step in _shown(rank.steps):
+            name = "..." if step is None else f"{step.step.number}{_mark(step)}"
+            cells = ["..."] + [""] * 7 if step is None else [name, *_cells(step.parts)]
+            table.add_row(*label, *cells)
+            label = [""] if several else []
+        if len(rank.steps) != 1 or rank.steps[0].parts != rank.total:
+            table.add_row(*label, "all", *_cells(rank.total), style="bold")
+        if several and apart:
+            table.add_section()
+    return table
+
+
+def _mark(step: StepParts) -> str:
+    return " (part)" if step.step.incomplete else ""
+
+
+def _shown(steps: Sequence[StepParts]) -> list[StepParts | None]:
+    """Returns the steps to show, None where some are left out."""
+    if len(steps) <= _STEPS_SHOWN:
+        return list(steps)
+    return [*steps[:_FIRST_SHOWN], None, *steps[-_LAST_SHOWN:]]
+
+
+def _cells(parts: Parts) -> list[str]:
+    overlap = _ms(parts.overlap_ns)
+    if parts.overlap_fraction is not None:
+        overlap = f"{overlap} {parts.overlap_fraction * 100:.0f}%".rjust(len(overlap) + 5)
+    return [
+        _ms(parts.window_ns),
+        _ms(parts.compute_ns),
+        _ms(parts.comm_ns),
+        overlap,
+        _ms(parts.exposed_comm_ns),
+        _ms(parts.exposed_memory_ns),
+        _ms(parts.idle_ns),
+    ]
+
+
+def _shares_table(found: TraceSet) -> Table | None:
+    rows: list[tuple[RankSplit, CommShare]] = [
+        (rank, share) for rank in found.ranks for share in rank.total.by_kind
+    ]
+    if not rows:
+        return None
+    several = len(found.ranks) > 1
+    columns = [("rank", "right")] if several else []
+    columns += [
+        ("communication", "left"),
+        ("group", "left"),
+        ("count", "right"),
+        ("elements", "right"),
+        ("time", "right"),
+        ("exposed", "right"),
+    ]
+    table = _table(*columns)
+    last = None
+    for rank, share in rows[: _SHARES_SHOWN * max(1, len(found.ranks))]:
+        label = [str(rank.rank) if rank is not last else ""] if several else []
+        last = rank
+        table.add_row(
+            *label,
+            share.kind.value,
+            units.printable(share.group or units.NOTHING),
+            str(share.count),
+            units.NOTHING if share.elements is None else str(share.elements),
+            _ms(share.comm_ns),
+            _ms(share.exposed_ns),
+        )
+    return table
+
+
+def _ms(ns: int | None) -> str:
+    return units.ms(None if ns is None else ns / 1e6)

@@ -1,0 +1,1 @@
+"""Kineto traces of any training job: read, classified, split into parts."""

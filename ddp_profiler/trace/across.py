@@ -1,0 +1,339 @@
+"""Between ranks: who waits for whom, and what transfer takes once all have joined."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ddp_profiler.naming import name_ranks
+from ddp_profiler.trace.alignment import (
+    ENDS_TOGETHER,
+    Clocks,
+    align,
+    ends_apart,
+    name_not_tied,
+    since_zero,
+)
+from ddp_profiler.trace.columns import Ints
+from ddp_profiler.trace.intervals import covered_ns
+from ddp_profiler.trace.kernels import KINDS, Collective, Work
+from ddp_profiler.trace.matching import Bools, GroupMatch, match
+from ddp_profiler.trace.notices import Notices, TraceWarning
+from ddp_profiler.trace.split import RankSplit
+from ddp_profiler.trace.steps import find_steps
+
+_ALL_MEET = np.array(
+    [
+        kind
+        in (
+            Collective.ALL_REDUCE,
+            Collective.ALL_GATHER,
+            Collective.REDUCE_SCATTER,
+            Collective.BARRIER,
+        )
+        for kind in KINDS
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Meetings:
+    """Collectives of one group that were compared; times in ns since ``Clocks.zero_ns``.
+
+    All times are on one clock, that of the group's reference. Begin is when a kernel starts on
+    its stream: what it queued for before is not in it.
+
+    Attributes:
+        match: Which collectives these are.
+        begin_ns: Begin, [collective, rank].
+        end_ns: End, [collective, rank].
+        wait_ns: From the own begin to that of the last to join, or to the own end where that
+            is earlier, [collective, rank].
+        last: Place in ``match.ranks`` of the last to join, [collective].
+        lag_ns: By how much it came after the second to last, [collective].
+        transfer_ns: From its begin to its end, [collective].
+        meets: Whether nobody was done before the last had joined, so that the others had to
+            wait for it, [collective].
+        clear: Whether the lag is more than twice the clocks' uncertainty, since the ends of both
+            ranks may be off by it, [collective].
+        told: Whether ends agree as they should, so that the collective counts, [collective].
+        step: Number of its step on the first rank; -1 for none, [collective].
+    """
+
+    match: GroupMatch
+    begin_ns: Ints
+    end_ns: Ints
+    wait_ns: Ints
+    last: Ints
+    lag_ns: Ints
+    transfer_ns: Ints
+    meets: Bools
+    clear: Bools
+    told: Bools
+    step: Ints
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Exposed communication of a rank, divided; all in ns.
+
+    exposed_wait + exposed_transfer + exposed_untold = exposed communication.
+
+    Attributes:
+        wait_ns: Sum of its waits.
+        transfer_ns: Sum of what its collectives last once all have joined.
+        exposed_wait_ns: Time in which nothing computes and no collective transfers.
+        exposed_transfer_ns: Time in which nothing computes and one transfers.
+        exposed_untold_ns: Time of collectives that could not be compared, as far as neither
+            of the two runs.
+    """
+
+    wait_ns: int
+    transfer_ns: int
+    exposed_wait_ns: int
+    exposed_transfer_ns: int
+    exposed_untold_ns: int
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """How often others waited for a rank.
+
+    Attributes:
+        rank: The rank.
+        joined: Meetings that it took part in.
+        last: How many of them it joined last, by more than clocks may be off.
+        caused_ns: Sum of the lags to the second to last: what the others would gain.
+        lag_ns: Median of these lags; None without any.
+        behind_ns: Mean time after the first to join, over all meetings; None without any.
+        steps: Steps that have meetings.
+        steps_worst: In how many of them no rank caused more.
+    """
+
+    rank: int
+    joined: int
+    last: int
+    caused_ns: int
+    lag_ns: int | None
+    behind_ns: int | None
+    steps: int
+    steps_worst: int
+
+
+@dataclass(frozen=True)
+class AcrossRanks:
+    """What several ranks' traces tell together.
+
+    Attributes:
+        matches: Collectives that belong together, also where nothing more can be told.
+        clocks: The ranks' clocks, or why they cannot be compared; None with one rank.
+        meetings: Collectives compared; empty where refused.
+        waiting: Of each rank and step, by the step's place; and of the whole.
+        waiting_total: The whole recording of each rank.
+        lateness: Of each rank compared, the one that cost most first.
+        warnings: What was left out or refused.
+    """
+
+    matches: tuple[GroupMatch, ...]
+    clocks: Clocks | None
+    meetings: tuple[Meetings, ...]
+    waiting: Mapping[int, tuple[Waiting, ...]]
+    waiting_total: Mapping[int, Waiting]
+    lateness: tuple[Lateness, ...]
+    warnings: tuple[TraceWarning, ...]
+
+    @property
+    def refused(self) -> str:
+        """Why ranks are not compared; empty where they are."""
+        if self.clocks is None:
+            return "There is one rank only."
+        return self.clocks.refused
+
+
+def compare(ranks: Sequence[RankSplit]) -> AcrossRanks:
+    """Matches the collectives of ranks, ties their clocks and tells waiting from transfer.
+
+    Args:
+        ranks: All ranks that were given, in order.
+    """
+    notices = Notices()
+    if len(ranks) < 2:
+        return AcrossRanks((), None, (), {}, {}, (), ())
+    matches = match(ranks, notices)
+    clocks = align(ranks, matches)
+    meetings: tuple[Meetings, ...] = ()
+    waiting: dict[int, tuple[Waiting, ...]] = {}
+    total: dict[int, Waiting] = {}
+    lateness: tuple[Lateness, ...] = ()
+    if clocks.refused:
+        notices.add("across_ranks_refused", 1, clocks.refused)
+    else:
+        if clocks.not_tied:
+            notices.add("rank_not_aligned", len(clocks.not_tied), name_not_tied(clocks))
+        if clocks.drift_ppm:
+            fastest = max(clocks.drift_ppm, key=lambda rank: abs(clocks.drift_ppm[rank]))
+            notices.add(
+                "clock_drift",
+                len(clocks.drift_ppm),
+                f"The largest: rank {fastest}, {clocks.drift_ppm[fastest]:+.2f} ppm.",
+            )
+        by_rank = {split.rank: split for split in ranks}
+        tied = [one for one in matches if len({clocks.reference.get(r) for r in one.ranks}) == 1]
+        tied = [one for one in tied if one.ranks[0] in clocks.reference]
+        meetings = tuple(_meetings(one, by_rank, clocks, notices) for one in tied)
+        for split in ranks:
+            if split.rank in clocks.reference:
+                waiting[split.rank], total[split.rank] = _waiting(split, meetings)
+        lateness = _lateness(meetings)
+    return AcrossRanks(matches, clocks, meetings, waiting, total, lateness, notices.all())
+
+
+def _meetings(
+    found: GroupMatch, by_rank: Mapping[int, RankSplit], clocks: Clocks, notices: Notices
+) -> Meetings:
+    begin = np.empty(found.places.shape, np.int64)
+    end = np.empty(found.places.shape, np.int64)
+    for column, rank in enumerate(found.ranks):
+        split = by_rank[rank]
+        for times, target in ((split.collectives.begin_ns, begin), (split.collectives.end_ns, end)):
+            own = since_zero(split, times[found.places[:, column]], clocks.zero_ns)
+            target[:, column] = clocks.aligned(rank, own)
+    order = np.sort(begin, axis=1)
+    last_begin, second = order[:, -1], order[:, -2]
+    last = begin.argmax(axis=1)
+    rows = np.arange(len(found))
+    uncertain = clocks.uncertainty_ns or 0.0
+    meets = _ALL_MEET[found.kind] | (end.min(axis=1) >= last_begin - uncertain)
+    told = ~(ENDS_TOGETHER[found.kind] & ends_apart(clocks, end))
+    if not told.all():
+        worst = int(np.argmax(np.where(told, 0, np.ptp(end, axis=1))))
+        kind, index = KINDS[found.kind[worst]].value, int(found.places[worst, 0])
+        index = int(by_rank[found.ranks[0]].collectives.index[index])
+        notices.add(
+            "ends_apart",
+            int((~told).sum()),
+            f"The worst: {kind} {index}, by {np.ptp(end[worst]) / 1e6:.1f} ms between "
+            f"{name_ranks([found.ranks[end[worst].argmin()], found.ranks[end[worst].argmax()]])}.",
+        )
+    split = by_rank[found.ranks[0]]
+    of = np.array([step.step.number for step in split.steps] + [-1], np.int64)
+    return Meetings(
+        match=found,
+        begin_ns=begin,
+        end_ns=end,
+        wait_ns=np.clip(np.minimum(last_begin[:, None], end) - begin, 0, None),
+        last=last,
+        lag_ns=last_begin - second,
+        transfer_ns=end[rows, last] - last_begin,
+        meets=meets & told,
+        clear=meets & told & (last_begin - second > 2 * uncertain),
+        told=told,
+        step=of[split.collectives.step[found.places[:, 0]]],
+    )
+
+
+# ----------------------------------------------------------------------------------------------
+# What a rank's waiting costs it
+
+
+def waits_of(split: RankSplit, meetings: Sequence[Meetings]) -> tuple[Ints, Bools]:
+    """Returns how long each collective of a rank waits, in ns, and whether that is told.
+
+    Args:
+        split: The rank.
+        meetings: What was compared.
+    """
+    wait_ns = np.zeros(len(split.collectives), np.int64)
+    told = np.zeros(len(split.collectives), bool)
+    for found in meetings:
+        if split.rank not in found.match.ranks:
+            continue
+        column = found.match.ranks.index(split.rank)
+        places = found.match.places[found.told, column]
+        wait_ns[places] = found.wait_ns[found.told, column]
+        told[places] = True
+    # Rounding of a drift could exceed the whole by a ns.
+    return np.minimum(wait_ns, split.collectives.end_ns - split.collectives.begin_ns), told
+
+
+def _waiting(split: RankSplit, meetings: Sequence[Meetings]) -> tuple[tuple[Waiting, ...], Waiting]:
+    wait_ns, told = waits_of(split, meetings)
+    gpu, comm = split.trace.gpu, split.collectives
+    of_work = find_steps(split.trace, Notices()).of_work
+    computes = np.flatnonzero(gpu.work == Work.COMPUTE)
+    joined = comm.begin_ns + wait_ns
+
+    def divided(work: Ints, chosen: Ints) -> Waiting:
+        begin, end = gpu.begin_ns[work], gpu.end_ns[work]
+        covered = [covered_ns(begin, end)]
+        # Each wider than the one before: what it adds is what only it has.
+        known, rest = chosen[told[chosen]], chosen[~told[chosen]]
+        for more_begin, more_end in (
+            (joined[known], comm.end_ns[known]),
+            (comm.begin_ns[rest], comm.end_ns[rest]),
+            (comm.begin_ns[known], joined[known]),
+        ):
+            begin, end = np.concatenate((begin, more_begin)), np.concatenate((end, more_end))
+            covered.append(covered_ns(begin, end))
+        transfer, untold, wait = np.diff(covered).tolist()
+        return Waiting(
+            wait_ns=int(wait_ns[known].sum()),
+            transfer_ns=int((comm.end_ns - joined)[known].sum()),
+            exposed_wait_ns=wait,
+            exposed_transfer_ns=transfer,
+            exposed_untold_ns=untold,
+        )
+
+    number = len(split.steps)
+    work_of = _by_step(of_work[computes], number)
+    comm_of = _by_step(comm.step, number)
+    steps = [divided(computes[work_of[place]], comm_of[place]) for place in range(number)]
+    return tuple(steps), divided(computes, np.arange(len(comm)))
+
+
+def _by_step(step: npt.NDArray[np.int32], number: int) -> list[Ints]:
+    """Returns the places of what each step has, [step]."""
+    order = np.argsort(step, kind="stable")
+    edges = np.searchsorted(step[order], np.arange(number + 1))
+    return [order[edges[place] : edges[place + 1]] for place in range(number)]
+
+
+def _lateness(meetings: Sequence[Meetings]) -> tuple[Lateness, ...]:
+    joined: dict[int, int] = defaultdict(int)
+    behind: dict[int, int] = defaultdict(int)
+    lags: dict[int, list[int]] = defaultdict(list)
+    by_step: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    steps: dict[int, set[int]] = defaultdict(set)
+    for found in meetings:
+        met = found.begin_ns[found.meets]
+        late = (met - met.min(axis=1, keepdims=True)).sum(axis=0).tolist()
+        for rank, late_ns in zip(found.match.ranks, late, strict=True):
+            joined[rank] += int(found.meets.sum())
+            behind[rank] += late_ns
+            steps[rank] |= set(found.step[found.meets & (found.step >= 0)].tolist())
+        for place in np.flatnonzero(found.clear).tolist():
+            rank, lag = found.match.ranks[found.last[place]], int(found.lag_ns[place])
+            lags[rank].append(lag)
+            if found.step[place] >= 0:
+                by_step[int(found.step[place])][rank] += lag
+    worst: dict[int, int] = defaultdict(int)
+    for caused in by_step.values():
+        worst[max(caused, key=lambda rank: (caused[rank], -rank))] += 1
+    result = [
+        Lateness(
+            rank=rank,
+            joined=joined[rank],
+            last=len(lags[rank]),
+            caused_ns=sum(lags[rank]),
+            lag_ns=round(float(np.median(lags[rank]))) if lags[rank] else None,
+            behind_ns=behind[rank] // joined[rank] if joined[rank] else None,
+            steps=len(steps[rank]),
+            steps_worst=worst[rank],
+        )
+        for rank in sorted(joined)
+    ]
+    return tuple(sorted(result, key=lambda one: (-one.caused_ns, one.rank)))

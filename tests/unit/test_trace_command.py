@@ -1,0 +1,225 @@
+"""``ddp-profiler trace``: the table, the JSON of the contract, exit codes, progress."""
+
+import gzip
+import io
+import json
+import math
+
+import pytest
+
+from ddp_profiler import cli
+from ddp_profiler.report import progress as progress_module
+from ddp_profiler.report import traces
+from ddp_profiler.report.progress import ReadingProgress
+from ddp_profiler.trace.gather import read_ranks
+
+from .kineto import ALL_REDUCE, Recording, training
+from .traced_job import make_job
+
+
+def call(capfd, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["trace", *map(str, arguments)])
+    out, err = capfd.readouterr()
+    return ended.value.code, out, err
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for rank in range(2):
+        made, _ = training(rank, rank=rank)
+        made.write(tmp_path / f"{rank}.json")
+    return tmp_path
+
+
+PARTS = (
+    "window_us",
+    "compute_us",
+    "comm_us",
+    "overlap_us",
+    "exposed_comm_us",
+    "memory_us",
+    "idle_us",
+    "overlap_fraction",
+)
+
+
+def test_json_has_the_keys_of_the_contract(folder, capfd):
+    code, out, err = call(capfd, folder, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    for rank in found["ranks"]:
+        assert rank["world_size"] == 2
+        for parts in (*rank["steps"], rank["total"]):
+            assert set(PARTS) <= set(parts)
+            assert parts["window_us"] == pytest.approx(
+                parts["compute_us"]
+                + parts["exposed_comm_us"]
+                + parts["exposed_memory_us"]
+                + parts["idle_us"]
+            )
+        assert [step["step"] for step in rank["steps"]] == [0, 1, 2]
+        assert len(rank["collectives"]) == 9
+        assert rank["collectives"][0]["kind"] == "AllReduce"
+    # Their times are random, so nothing ties their clocks.
+    assert {warning["code"] for warning in found["warnings"]} == {"across_ranks_refused"}
+    assert len(found["collectives"]) == 9
+    assert found["clock_offsets_us"] is None
+
+
+def test_times_are_exact_in_json(tmp_path, capfd):
+    made = Recording(origin_ns=1_700_000_000_123_456_789)
+    made.comm(0, 1, ALL_REDUCE, **{"In msg nelems": 3, "Out msg nelems": 3, "dtype": "Float"})
+    made.write(tmp_path / "t.json")
+    _, out, _ = call(capfd, tmp_path, "--json")
+    (collective,) = json.loads(out)["ranks"][0]["collectives"]
+    assert collective == {
+        "kind": "AllReduce",
+        "index": 0,
+        "elements": 3,
+        "dtype": "Float",
+        "group": None,
+        "stream": 20,
+        "step": None,
+        # The nearest double: a quarter of a us.
+        "begin_us": 1_700_000_000_123_456.789,
+        "duration_us": 0.001,
+    }
+
+
+def test_what_does_not_apply_is_null(tmp_path, capfd):
+    made = Recording(world_size=1)
+    made.kernel(0, 100)
+    made.event("cpu_op", "c10d::allreduce_", 0, 5)
+    made.write(tmp_path / "t.json")
+    _, out, _ = call(capfd, tmp_path, "--json")
+    total = json.loads(out)["ranks"][0]["total"]
+    assert total["comm_us"] is None
+    assert total["overlap_fraction"] is None
+    assert not any(isinstance(v, float) and math.isnan(v) for v in total.values())
+    _, table, _ = call(capfd, tmp_path)
+    assert "single_process" in table
+
+
+def test_the_table_reads_well(folder, capfd):
+    code, out, err = call(capfd, folder)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "Ranks 0, 1 of 2, nccl; steps from ProfilerStep; times in ms."
+    header = next(line for line in lines if "compute" in line)
+    for column in ("rank", "step", "window", "overlap", "idle"):
+        assert column in header
+    found = read_ranks([folder])
+    first = next(line for line in lines if line.split()[:2] == ["0", "0"]).split()
+    parts = found.ranks[0].steps[0].parts
+    assert float(first[2]) == pytest.approx(parts.window_ns / 1e6, abs=0.005)
+    assert f"{parts.overlap_fraction * 100:.0f}%" in first
+    assert sum(line.split()[:2] in (["0", "AllReduce"], ["1", "AllReduce"]) for line in lines) == 2
+
+
+def test_the_timeline_is_written_and_told(tmp_path, capfd):
+    folder = make_job(1, offsets={1: 3_000_000}).write(tmp_path / "job")
+    path = tmp_path / "all.json.gz"
+    code, out, err = call(capfd, folder, "--timeline", path)
+    assert (code, err) == (0, "")
+    assert "Timeline: " in out
+    assert "Across ranks: 9 collectives matched." in out
+    with gzip.open(path) as opened:
+        assert len({event["pid"] for event in json.load(opened)["traceEvents"]}) == 4
+    # It is not overwritten, and that is said before anything is read.
+    code, out, err = call(capfd, folder, "--timeline", path)
+    assert (code, out) == (2, "")
+    assert "exists; it is not overwritten" in err
+    code, out, _ = call(capfd, folder, "--json", "--timeline", tmp_path / "b.json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["timeline"]["file"].endswith("b.json")
+    assert found["clock_offsets_us"]["1"] == 3000
+    assert found["findings"]
+
+
+def test_many_steps_are_not_all_shown(tmp_path):
+    made, _ = training(1, steps=30)
+    made.write(tmp_path / "t.json")
+    text = traces.render(read_ranks([tmp_path]))
+    shown = [line.split()[0] for line in text.splitlines() if line.strip()]
+    assert [name for name in shown if name in {"0", "3", "...", "28", "29"}] == [
+        "0", "3", "...", "28", "29",
+    ]  # fmt: skip
+
+
+def test_long_names_stay_within_the_width(tmp_path):
+    made = Recording()
+    group = {"Process Group Name": "group " * 40, "Process Group Description": "\x1b[31mred"}
+    made.comm(0, 10**13, ALL_REDUCE, **{**group, "In msg nelems": 10**15, "Out msg nelems": 1})
+    made.write(tmp_path / "t.json")
+    text = traces.render(read_ranks([tmp_path]))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+
+
+def test_unusable_input_exits_with_3(tmp_path, capfd):
+    path = tmp_path / "t.json"
+    path.write_text('{"traceEvents": [{"name": "a" b"}, {"name": "c"}]}')
+    code, out, err = call(capfd, path)
+    assert (code, out) == (3, "")
+    lines = err.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith(f"ddp-profiler: {path} is no JSON at byte 28: a quote")
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--rank", "-1", "x"], ["--jobs", "0", "x"], ["--max-unpacked-gb", "0", "x"]]
+)
+def test_wrong_usage_exits_with_2(arguments, capfd):
+    code, out, err = call(capfd, *arguments)
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+
+
+def test_a_rank_for_two_files_exits_with_2(folder, capfd):
+    code, _, err = call(capfd, folder, "--rank", "0")
+    assert code == 2
+    assert "there are 2" in err
+
+
+def test_lenient_and_limits_reach_the_reader(tmp_path, capfd):
+    made, _ = training(1)
+    path = made.write(tmp_path / "t.json.gz")
+    code, _, err = call(capfd, path, "--max-unpacked-gb", "0.000001")
+    assert (code, "more than 1,000 bytes" in err) == (3, True)
+    path.write_bytes(path.read_bytes()[:-300])
+    assert call(capfd, path)[0] == 3
+    code, out, _ = call(capfd, path, "--lenient", "--json")
+    assert code == 0
+    assert "repaired_cut" in {warning["code"] for warning in json.loads(out)["warnings"]}
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+def test_progress_is_quiet_at_first_and_tells_now_and_then(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(progress_module, "time", clock)
+    stream = io.StringIO()
+    with ReadingProgress(stream) as progress:
+        for second in range(31):
+            clock.now = float(second)
+            progress.tell(second * 1_000_000, 40_000_000)
+    assert stream.getvalue().splitlines() == [
+        "reading: 25% of 40 MB",
+        "reading: 50% of 40 MB",
+        "reading: 75% of 40 MB",
+    ]
+
+
+def test_progress_without_stderr_says_nothing():
+    with ReadingProgress(None) as progress:
+        progress.tell(1, 2)
