@@ -12,7 +12,7 @@ from ddp_profiler.cli import ascii_json, write_out
 
 @click.command("trace")
 @click.argument(
-    "paths", metavar="FILE|FOLDER...", nargs=-1, required=True, type=click.Path(path_type=Path)
+    "paths", metavar="FILE|FOLDER|RUN...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, times in us.")
 @click.option(
@@ -58,18 +58,24 @@ def command(
     A rank's steps are split into computation, communication, what of it overlaps
     with computation, copies, and idling. Of several ranks, their clocks are tied by
     collectives that end together, and waiting for others is told from transfer.
-    Nothing is changed.
+    RUN is the folder of a study with --kineto: each of its levels is shown, and
+    torch.profiler's record beside the study's own of the same steps. Nothing is
+    changed.
 
     \b
     Examples:
         ddp-profiler trace traces/
         ddp-profiler trace rank0.json.gz --json | jq '.ranks[0].total'
         ddp-profiler trace traces/ --timeline timeline.json.gz
+        ddp-profiler trace runs/NAME --json | jq '.compared'
     """  # noqa: D301 (click needs the character itself)
     # Here, so that --help does not load what reading traces needs.
     import json
     import os
 
+    from ddp_profiler import captured
+    from ddp_profiler.errors import UsageError
+    from ddp_profiler.report import captured as captured_report
     from ddp_profiler.report import console, traces
     from ddp_profiler.report.progress import ReadingProgress
     from ddp_profiler.trace import gather
@@ -81,6 +87,42 @@ def command(
     if timeline is not None:
         check_target(timeline, paths)
     limit = DEFAULT_LIMIT_BYTES if max_unpacked_gb is None else int(max_unpacked_gb * 1e9)
+    # None where stdout is closed, as write_out then says.
+    encoding = getattr(sys.stdout, "encoding", None)
+    color = sys.stdout is not None and sys.stdout.isatty()
+    runs = [path for path in paths if captured.is_run(path)]
+    if runs:
+        if len(paths) > 1 or rank is not None:
+            raise UsageError(
+                f"{runs[0]} is a run folder, which is read alone and states its ranks.",
+                "Leave --rank and other paths out, or name the folder of one level, "
+                f"{runs[0]}/kineto/LEVEL.",
+            )
+        with ReadingProgress() as progress:
+            run = captured.read_captured(
+                runs[0],
+                lenient=lenient,
+                limit_bytes=limit,
+                jobs=jobs or cores or 1,
+                progress=progress.tell,
+            )
+        if timeline is not None and len(run.levels) > 1:
+            raise UsageError(
+                f"{runs[0]} has traces of {len(run.levels)} levels; a timeline is of one.",
+                f"Name its folder, such as {runs[0]}/kineto/{run.levels[-1].level}.",
+            )
+        analyses = [analyse(level.found) for level in run.levels]
+        written = None
+        if timeline is not None:
+            written = write_timeline(timeline, run.levels[0].found.ranks, analyses[0].across)
+        if as_json:
+            content = captured_report.as_json(run, analyses, written)
+            text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+            write_out(ascii_json(text, encoding) + "\n")
+        else:
+            text = captured_report.render(run, analyses, written, color=color)
+            write_out(console.for_encoding(text, encoding))
+        return
     with ReadingProgress() as progress:
         found = gather.read_ranks(
             paths,
@@ -94,14 +136,10 @@ def command(
     written = None
     if timeline is not None:
         written = write_timeline(timeline, found.ranks, analysis.across)
-    # None where stdout is closed, as write_out then says.
-    encoding = getattr(sys.stdout, "encoding", None)
     if as_json:
         content = traces.as_json(found, analysis, written)
         text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
         write_out(ascii_json(text, encoding) + "\n")
     else:
-        color = sys.stdout is not None and sys.stdout.isatty()
-        write_out(
-            console.for_encoding(traces.render(found, analysis, written, color=color), encoding)
-        )
+        text = traces.render(found, analysis, written, color=color)
+        write_out(console.for_encoding(text, encoding))
