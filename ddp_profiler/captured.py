@@ -68,7 +68,7 @@ def read_captured(
             if split.rank in records:
                 own = own_steps(split.rank, records[split.rank], index)
                 if own.collectives.size:
-                    compared.append(compare_views(split, own))
+                    compared.append(compare_views(split, own, level.dp))
         levels.append(CapturedLevel(level.id, found, tuple(compared)))
     if not levels:
         raise InputError(

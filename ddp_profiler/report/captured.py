@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -96,7 +96,12 @@ def render(
         output.seek(0)
         output.truncate()
         if level.compared:
-            console.print(Text("\nThe same steps in both records; in flight: ms a step"))
+            console.print(
+                Text(
+                    "\nThe same steps in our own record and in torch.profiler's (theirs). Gradient "
+                    "collectives in flight in ms a step; numbers and bytes of all these steps."
+                )
+            )
             console.print(_table(level.compared))
             for note, ranks in _notes(level.compared).items():
                 console.print(Text(units.printable(f"{units.ranks(ranks)}: {note}")))
@@ -114,12 +119,10 @@ def _table(compared: Sequence[Compared]) -> Table:
         "rank",
         "steps",
         "in flight\nours",
-        "torch.\nprofiler",
+        "in flight\ntheirs",
         "differ-\nence",
-        "collectives\nours",
-        "torch.\nprofiler",
-        "bytes\nours",
-        "torch.\nprofiler",
+        "collectives\nours, theirs",
+        "bytes\nours, theirs",
     ):
         table.add_column(header, justify="right", no_wrap=True)
     for one in compared:
@@ -131,12 +134,15 @@ def _table(compared: Sequence[Compared]) -> Table:
             units.ms(one.ours.in_flight_ns / number / 1e6 if one.steps else None),
             units.ms(None if theirs is None else theirs.in_flight_ns / number / 1e6),
             units.NOTHING if one.difference_pct is None else f"{one.difference_pct:+.1f} %",
-            str(one.ours.collectives) if one.steps else units.NOTHING,
-            units.NOTHING if theirs is None else str(theirs.collectives),
-            units.nbytes(one.ours.bytes if one.steps else None),
-            units.nbytes(None if theirs is None else theirs.bytes),
+            _both(one, lambda view: str(view.collectives)),
+            _both(one, lambda view: units.nbytes(view.bytes)),
         )
     return table
+
+
+def _both(one: Compared, text: Callable[[View], str]) -> str:
+    ours = text(one.ours) if one.steps else units.NOTHING
+    return f"{ours}, {units.NOTHING if one.theirs is None else text(one.theirs)}"
 
 
 def _notes(compared: Sequence[Compared]) -> Mapping[str, list[int]]:

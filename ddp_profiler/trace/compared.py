@@ -76,7 +76,7 @@ class Compared:
         ours: Our record of them.
         theirs: torch.profiler's; None where its trace does not tell communication.
         difference_pct: In flight, ours less theirs in per cent of theirs; None where that is 0 or
-            not told.
+            not told, and at dp = 1, where nothing travels.
         notes: What a reader has to know.
     """
 
@@ -116,7 +116,7 @@ class Captured:
     without: tuple[str, ...]
 
 
-def compare_views(split: RankSplit, own: OwnSteps) -> Compared:
+def compare_views(split: RankSplit, own: OwnSteps, dp: int) -> Compared:
     """Compares one rank's communication in flight, collectives and bytes in both records.
 
     Times of the two are on different clocks, so lengths are compared. Theirs are the AllReduces
@@ -125,6 +125,7 @@ def compare_views(split: RankSplit, own: OwnSteps) -> Compared:
     Args:
         split: The trace, split; its steps are those of ``ProfilerStep``.
         own: Our record of the block of steps from ``ProfilerStep#0`` on.
+        dp: Ranks among which gradients are reduced.
     """
     notes = []
     told = split.total.comm_ns is not None and split.step_source is StepSource.PROFILER_STEP
@@ -156,6 +157,8 @@ def compare_views(split: RankSplit, own: OwnSteps) -> Compared:
             else ""
         )
         notes.append(f"the numbers of collectives differ{more}")
+    if dp == 1 and steps:
+        notes.append("nothing travels at dp = 1, so what is in flight is not compared")
     if own.unnoticed:
         notes.append(
             f"{own.unnoticed} completions were not noticed here; they count until backward returns"
@@ -166,7 +169,7 @@ def compare_views(split: RankSplit, own: OwnSteps) -> Compared:
         ours=ours,
         theirs=theirs,
         difference_pct=(ours.in_flight_ns / theirs.in_flight_ns - 1) * 100
-        if theirs is not None and theirs.in_flight_ns
+        if dp > 1 and theirs is not None and theirs.in_flight_ns
         else None,
         notes=tuple(notes),
     )
