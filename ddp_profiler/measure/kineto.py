@@ -47,8 +47,6 @@ class KinetoCapture:
                 schedule=schedule(wait=self._warmup - 1, warmup=1, active=self._steps, repeat=1),
                 # Sizes of gloo's collectives.
                 record_shapes=True,
-                # Nothing is read of it here; without, torch warns that it forgets.
-                acc_events=True,
             )
             self._profiler.start()
 
