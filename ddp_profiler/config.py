@@ -57,6 +57,8 @@ class StudyConfig:
         seed: Seed of parameters and data order.
         plants: Delays planted on purpose, for tests.
         debug: Show stack traces of errors.
+        kineto: Optimizer steps of each level to run under torch.profiler, once all levels are
+            measured; 0 for none.
 
     Raises:
         UsageError: A setting is out of its range.
@@ -85,9 +87,11 @@ class StudyConfig:
     debug: bool = False
     link_gbps: float | None = None
     placement: str = "both"
+    kineto: int = 0
 
     def __post_init__(self) -> None:
         _at_least("--steps", self.steps, 1)
+        _at_least("--kineto", self.kineto, 0)
         if self.warmup < MIN_WARMUP:
             raise UsageError(
                 f"--warmup {self.warmup} is below {MIN_WARMUP}: DDP rebuilds its buckets at the "

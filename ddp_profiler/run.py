@@ -286,7 +286,8 @@ class _Worker:
             )
         phase.name = "opening the record"
         stream = writer.SpanWriter(folder, rank, described.run_id)
-        progress = StudyProgress(len(self.levels) * config.repeat) if rank == 0 else NoProgress()
+        visits = len(self.levels) * (config.repeat + (config.kineto > 0))
+        progress = StudyProgress(visits) if rank == 0 else NoProgress()
         try:
             study.Study(
                 config,
@@ -298,6 +299,8 @@ class _Worker:
                 clock.monotonic,
                 clock_sync,
                 self._keep_facts,
+                trace_file=lambda level: paths.kineto_file(folder, level.id, rank),
+                say=_say,
             ).run()
         finally:
             stream.close()

@@ -85,6 +85,9 @@ class Variant(IntEnum):
     """No steps: AllReduces in isolation, sizes of the sweep."""
     BUCKETS = 7
     """No steps: AllReduces in isolation, the model's buckets one after the other."""
+    KINETO = 8
+    """All marks, under torch.profiler: the last steps of the block are in its trace. For the
+    comparison of both only; left out of all figures."""
 
 
 SPAN_COLUMNS: tuple[tuple[str, str], ...] = (

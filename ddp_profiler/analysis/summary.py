@@ -71,6 +71,7 @@ def summarize_run(
         incomplete: Ranks whose record was cut.
     """
     facts = {fact.id: fact for fact in info.facts}
+    columns_by_rank = {rank: _without_kineto(columns) for rank, columns in columns_by_rank.items()}
     clock = CommonClock(info)
     measured = [
         _measured(clock, index, level, facts.get(level.id), columns_by_rank)
@@ -105,6 +106,12 @@ def summarize_run(
         findings=find(levels),
         notes=tuple(notes),
     )
+
+
+def _without_kineto(columns: Columns) -> Columns:
+    """Leaves out steps that ran under torch.profiler: no figure is of them."""
+    kept = columns["variant"] != int(Variant.KINETO)
+    return columns if kept.all() else {name: values[kept] for name, values in columns.items()}
 
 
 def _statistics_unit(levels: Sequence[LevelResult]) -> str:

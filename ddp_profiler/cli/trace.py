@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
+from ddp_profiler import units
 from ddp_profiler.cli import ascii_json, write_out
+from ddp_profiler.errors import UsageError
 
 
 @click.command("trace")
 @click.argument(
-    "paths", metavar="FILE|FOLDER...", nargs=-1, required=True, type=click.Path(path_type=Path)
+    "paths", metavar="FILE|FOLDER|RUN...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, times in us.")
 @click.option(
@@ -38,6 +42,12 @@ from ddp_profiler.cli import ascii_json, write_out
     help="Write the parts of all ranks on one clock, for Perfetto.",
 )
 @click.option(
+    "--out",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Also write trace.json, trace.txt and pictures into the new folder DIR.",
+)
+@click.option(
     "--jobs",
     type=click.IntRange(min=1),
     help="Ranks to read at once.  [default: one a core]",
@@ -49,6 +59,7 @@ def command(
     lenient: bool,
     max_unpacked_gb: float | None,
     timeline: Path | None,
+    out: Path | None,
     jobs: int | None,
 ) -> None:
     """Show where the time of each step went, from traces of torch.profiler.
@@ -58,19 +69,22 @@ def command(
     A rank's steps are split into computation, communication, what of it overlaps
     with computation, copies, and idling. Of several ranks, their clocks are tied by
     collectives that end together, and waiting for others is told from transfer.
-    Nothing is changed.
+    RUN is the folder of a study with --kineto: each of its levels is shown, and
+    torch.profiler's record beside the study's own of the same steps. Nothing is
+    changed.
 
     \b
     Examples:
         ddp-profiler trace traces/
         ddp-profiler trace rank0.json.gz --json | jq '.ranks[0].total'
-        ddp-profiler trace traces/ --timeline timeline.json.gz
+        ddp-profiler trace traces/ --timeline timeline.json.gz --out report
+        ddp-profiler trace runs/NAME --json | jq '.compared'
     """  # noqa: D301 (click needs the character itself)
     # Here, so that --help does not load what reading traces needs.
-    import json
     import os
 
-    from ddp_profiler.report import console, traces
+    from ddp_profiler import captured
+    from ddp_profiler.report import traces
     from ddp_profiler.report.progress import ReadingProgress
     from ddp_profiler.trace import gather
     from ddp_profiler.trace.analysis import analyse
@@ -80,28 +94,114 @@ def command(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if timeline is not None:
         check_target(timeline, paths)
-    limit = DEFAULT_LIMIT_BYTES if max_unpacked_gb is None else int(max_unpacked_gb * 1e9)
+    if out is not None:
+        # It loads matplotlib.
+        from ddp_profiler.report.trace_folder import check_folder
+
+        check_folder(out)
+    how: dict[str, Any] = {
+        "lenient": lenient,
+        "limit_bytes": DEFAULT_LIMIT_BYTES
+        if max_unpacked_gb is None
+        else int(max_unpacked_gb * 1e9),
+        "jobs": jobs or cores or 1,
+    }
+    runs = [path for path in paths if captured.is_run(path)]
+    if runs:
+        _refuse_beside_run(runs[0], len(paths) > 1 or rank is not None)
+        _show_run(runs[0], how, timeline, out, as_json=as_json)
+        return
     with ReadingProgress() as progress:
-        found = gather.read_ranks(
-            paths,
-            rank=rank,
-            lenient=lenient,
-            limit_bytes=limit,
-            jobs=jobs or cores or 1,
-            progress=progress.tell,
-        )
+        found = gather.read_ranks(paths, rank=rank, progress=progress.tell, **how)
     analysis = analyse(found)
     written = None
     if timeline is not None:
         written = write_timeline(timeline, found.ranks, analysis.across)
+    _show(
+        lambda: traces.as_json(found, analysis, written),
+        lambda color: traces.render(found, analysis, written, color=color),
+        out,
+        {"": (found, analysis)},
+        as_json=as_json,
+    )
+
+
+def _refuse_beside_run(run: Path, others: bool) -> None:
+    if others:
+        raise UsageError(
+            f"{run} is a run folder, which is read alone and states its ranks.",
+            f"Leave --rank and other paths out, or name the folder of one level: {run}/kineto/"
+            "LEVEL.",
+        )
+
+
+def _show_run(
+    folder: Path, how: Mapping[str, Any], timeline: Path | None, out: Path | None, *, as_json: bool
+) -> None:
+    """Shows the traces of a run's levels beside the run's own record."""
+    from ddp_profiler import captured
+    from ddp_profiler.report import captured as report
+    from ddp_profiler.report.progress import ReadingProgress
+    from ddp_profiler.trace.analysis import analyse
+    from ddp_profiler.trace.timeline import write_timeline
+
+    with ReadingProgress() as progress:
+        run = captured.read_captured(folder, progress=progress.tell, **how)
+    if timeline is not None and len(run.levels) > 1:
+        raise UsageError(
+            f"{folder} has traces of {len(run.levels)} levels; a timeline is of one.",
+            f"Name its folder, such as {folder}/kineto/{run.levels[-1].level}.",
+        )
+    analyses = [analyse(level.found) for level in run.levels]
+    written = None
+    if timeline is not None:
+        written = write_timeline(timeline, run.levels[0].found.ranks, analyses[0].across)
+    _show(
+        lambda: report.as_json(run, analyses, written),
+        lambda color: report.render(run, analyses, written, color=color),
+        out,
+        {
+            level.level: (level.found, analysis)
+            for level, analysis in zip(run.levels, analyses, strict=True)
+        },
+        as_json=as_json,
+    )
+
+
+def _show(
+    content: Callable[[], Mapping[str, Any]],
+    render: Callable[[bool], str],
+    out: Path | None,
+    pictures: Mapping[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    """Prints the table or the JSON, and writes both with pictures where that is asked for.
+
+    Args:
+        content: Makes what the JSON holds.
+        render: Makes the table, with or without colour.
+        out: Folder for all of it; None for none.
+        pictures: What is drawn, as for ``trace_folder.write_folder``.
+        as_json: Whether JSON is printed, and nothing else.
+    """
+    import json
+
+    from ddp_profiler.report import console
+
     # None where stdout is closed, as write_out then says.
     encoding = getattr(sys.stdout, "encoding", None)
+    files = []
+    text = ""
+    if as_json or out is not None:
+        text = json.dumps(content(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    if out is not None:
+        from ddp_profiler.report.trace_folder import write_folder
+
+        files = write_folder(out, ascii_json(text, "ascii"), render(False), pictures)
     if as_json:
-        content = traces.as_json(found, analysis, written)
-        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-        write_out(ascii_json(text, encoding) + "\n")
-    else:
-        color = sys.stdout is not None and sys.stdout.isatty()
-        write_out(
-            console.for_encoding(traces.render(found, analysis, written, color=color), encoding)
-        )
+        write_out(ascii_json(text, encoding))
+        return
+    table = render(sys.stdout is not None and sys.stdout.isatty())
+    lines = [units.printable(f"  {path}") + "\n" for path in files]
+    write_out(console.for_encoding("".join([table, *lines]), encoding))

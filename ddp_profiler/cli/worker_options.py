@@ -215,6 +215,15 @@ _defaults = StudyConfig()
     "Default: measured.",
 )
 @click.option(
+    "--kineto",
+    type=int,
+    metavar="N",
+    default=_defaults.kineto,
+    show_default=True,
+    help="Once all levels are measured, run N more optimizer steps of each under torch.profiler "
+    "and keep its traces in the run folder, for ddp-profiler trace RUN; 0: none.",
+)
+@click.option(
     "--backend",
     default=_defaults.backend,
     show_default=True,

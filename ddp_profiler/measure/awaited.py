@@ -6,6 +6,8 @@ import re
 
 _KEYS = (
     (r"done/(\d+)", "the end of a level of other ranks"),
+    (r"kineto/done/(\d+)", "the end of a level's steps under torch.profiler"),
+    (r"kineto/problem/\d+/(\d+)", "rank {} to write its trace of torch.profiler"),
     (r"machine/\d+/(\d+)", "rank {} to say what its machine gave it"),
     (r"clock group/(\d+)", "rank {} to say whether it can compare clocks"),
     (r"clock groups", "rank 0 to say whether clocks can be compared"),

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,12 +23,14 @@ from ddp_profiler.measure.clock import (
 )
 from ddp_profiler.measure.clock_sync import ClockSync
 from ddp_profiler.measure.flops import count_flops, measure_peak_flops
+from ddp_profiler.measure.kineto import KinetoCapture
 from ddp_profiler.measure.link import LinkProbe, neighbours
 from ddp_profiler.measure.loop import PRECISION_DTYPES, LevelRun, block_plan
 from ddp_profiler.measure.machine import MachineWatch
 from ddp_profiler.measure.marks import Columns, Recorder
 from ddp_profiler.measure.nvidia import open_gpu
 from ddp_profiler.measure.session import Session
+from ddp_profiler.naming import name_ranks
 from ddp_profiler.schema import (
     ClockReading,
     LevelFacts,
@@ -39,6 +42,8 @@ from ddp_profiler.schema import (
 from ddp_profiler.workload import Workload, build
 from ddp_profiler.workload.plant import Planter, parse_plants
 
+TRACED_BLOCK = 1_000_000
+"""Number of the block under torch.profiler: above those of all others."""
 _BEAT_S = 0.5
 """Steps shorter than this are not interrupted by telling idle ranks that things move."""
 
@@ -109,6 +114,9 @@ class Study:
         clock_sync: Compares the hosts' clocks before the first and after each level.
         on_facts: Told all facts known so far, in the order of levels, and all comparisons
             of clocks, after each level.
+        trace_file: Where a level's trace of torch.profiler goes on this rank; none are made
+            where None.
+        say: Shows a line to the user.
     """
 
     def __init__(
@@ -122,7 +130,13 @@ class Study:
         clock: Clock,
         clock_sync: ClockSync,
         on_facts: Callable[[tuple[LevelFacts, ...], tuple[ClockReading, ...]], None],
+        *,
+        trace_file: Callable[[LevelSettings], Path] | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._trace_file = trace_file
+        self._say = say
+        self._said: set[str] = set()
         self._on_facts = on_facts
         self._clock_sync = clock_sync
         self._clock_readings: list[ClockReading] = []
@@ -171,6 +185,16 @@ class Study:
             self._compare_clocks(str(number))
             known = tuple(facts[done_level] for done_level in sorted(facts))
             self._on_facts(known, tuple(self._clock_readings))
+        # Last, since a level that is measured must not run where torch.profiler has been.
+        if self._trace_file is not None and self._config.kineto:
+            for index, level in enumerate(self._levels):
+                done, heartbeat = f"kineto/done/{index}", f"kineto/beat/{index}"
+                if self._session.rank in level.ranks:
+                    self._trace(index, groups[level.ranks], self._trace_file(level), heartbeat)
+                    if self._session.rank == level.ranks[0]:
+                        self._session.publish(done, True)
+                self._phase.name = f"waiting for level {level.id}"
+                self._session.learn(done, bool, heartbeat)
         return tuple(facts[index] for index in range(len(self._levels)))
 
     def _compare_clocks(self, moment: str) -> None:
@@ -220,18 +244,7 @@ class Study:
                 session.beat(heartbeat)
                 self._progress.block_ends()
 
-        run = LevelRun(
-            level,
-            build_workload(config, level.micro_batch),
-            recorder,
-            group,
-            level.ranks.index(session.rank),
-            session.device.device,
-            bucket_cap_mb=config.bucket_cap_mb,
-            precision=config.precision,
-            seed=config.seed + repetition,
-            planter=Planter(self._plants, session.rank, dp=level.dp),
-        )
+        run = self._level_run(level, group, repetition)
         try:
             for block, (variant, steps) in enumerate(plan):
                 phase.name = f"level {level.id}, {variant.name.lower()} block {block}"
@@ -270,6 +283,68 @@ class Study:
         if leads:
             self._progress.level_ends()
         return facts
+
+    def _level_run(self, level: LevelSettings, group: Any, repetition: int) -> LevelRun:
+        config, session = self._config, self._session
+        return LevelRun(
+            level,
+            build_workload(config, level.micro_batch),
+            self._recorder,
+            group,
+            level.ranks.index(session.rank),
+            session.device.device,
+            bucket_cap_mb=config.bucket_cap_mb,
+            precision=config.precision,
+            seed=config.seed + repetition,
+            planter=Planter(self._plants, session.rank, dp=level.dp),
+        )
+
+    def _trace(self, index: int, group: Any, target: Path, heartbeat: str) -> None:
+        """Runs steps of a level under torch.profiler, after a warm-up of their own.
+
+        All are one block. What goes wrong with torch.profiler is said and changes nothing else.
+        """
+        config, session, level = self._config, self._session, self._levels[index]
+        leads = session.rank == level.ranks[0]
+        self._phase.name = f"level {level.id}, steps under torch.profiler"
+        if leads:
+            number = len(self._levels) * config.repeat + index
+            self._progress.level_begins(number, level, 1)
+        beat = BeatEvery(_BEAT_S, lambda: session.beat(heartbeat)) if leads else None
+        capture = KinetoCapture(config.warmup, config.kineto, session.device.device, target)
+
+        def step_ended() -> None:
+            capture.step()
+            if beat is not None:
+                beat()
+
+        run = self._level_run(level, group, 0)
+        try:
+            if isinstance(self._recorder.timeline, DeviceTimeline):
+                self._recorder.timeline.move_anchor()
+            self._recorder.begin_block(index, 0, TRACED_BLOCK, Variant.KINETO)
+            capture.begin()
+            run.run_block(config.warmup + config.kineto, Variant.KINETO, beat=step_ended)
+        finally:
+            capture.end()
+            run.close()
+        session.publish(f"kineto/problem/{index}/{session.rank}", capture.problem)
+        if leads:
+            problems: dict[str, list[int]] = {}
+            for rank in level.ranks:
+                problem = session.learn(f"kineto/problem/{index}/{rank}", str)
+                session.beat(heartbeat)
+                if problem:
+                    problems.setdefault(problem, []).append(rank)
+            self._progress.block_ends()
+            self._progress.level_ends()
+            for problem, ranks in problems.items():
+                if problem not in self._said:
+                    self._said.add(problem)
+                    self._say(
+                        f"torch.profiler failed on {name_ranks(ranks)} at level {level.id}, which "
+                        f"leaves no trace there: {problem}. The measurements are whole."
+                    )
 
     def _link(self, level: LevelSettings, group: Any) -> LinkStreams:
         """Measures a link of the level's ring."""

@@ -16,6 +16,7 @@ RUN_FILE = "run.json"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 PLOTS_FOLDER = "plots"
+KINETO_FOLDER = "kineto"
 DEFAULT_ROOT = "runs"
 
 _RANK_PATTERN = re.compile(r"rank-(\d{5,})\.arrows")
@@ -39,6 +40,26 @@ def plots_folder(folder: Path) -> Path:
 def rank_file(folder: Path, rank: int) -> Path:
     """Returns the path of one rank's spans."""
     return folder / f"rank-{rank:05d}.arrows"
+
+
+def kineto_folder(folder: Path, level: str) -> Path:
+    """Returns the folder of torch.profiler's traces of a level, one file a rank.
+
+    Args:
+        folder: The run folder.
+        level: The level's id.
+    """
+    return folder / KINETO_FOLDER / level
+
+
+def kineto_file(folder: Path, level: str, rank: int) -> Path:
+    """Returns the path of torch.profiler's trace of one rank at one level."""
+    return kineto_folder(folder, level) / f"rank-{rank:05d}.json.gz"
+
+
+def kineto_files(folder: Path, level: str) -> tuple[Path, ...]:
+    """Returns the traces of a level that are there, in the order of ranks."""
+    return tuple(sorted(kineto_folder(folder, level).glob("rank-*.json.gz")))
 
 
 def partial_file(target: Path) -> Path:
@@ -117,7 +138,12 @@ def of_attempt(folder: Path, environ: Mapping[str, str]) -> Path:
 
 def holds_run(folder: Path) -> bool:
     """Tells whether a folder already holds (part of) a run."""
-    return run_file(folder).exists() or summary_file(folder).exists() or bool(rank_files(folder))
+    return (
+        run_file(folder).exists()
+        or summary_file(folder).exists()
+        or bool(rank_files(folder))
+        or (folder / KINETO_FOLDER).exists()
+    )
 
 
 def tidy(folder: Path) -> Path:

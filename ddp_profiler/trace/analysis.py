@@ -49,5 +49,5 @@ def analyse(found: TraceSet) -> TraceAnalysis:
         reductions=reduced,
         bandwidths=bandwidths(found.ranks, across),
         launched_late=late,
-        findings=find(found.ranks, found.world_size, across, reduced, late),
+        findings=find(found.ranks, found.missing, across, reduced, late),
     )

@@ -48,7 +48,7 @@ class Finding:
 
 def find(
     ranks: Sequence[RankSplit],
-    world_size: int | None,
+    missing: Sequence[int],
     across: AcrossRanks,
     reduced: Sequence[Reductions],
     launched_late: Mapping[int, float],
@@ -57,7 +57,7 @@ def find(
 
     Args:
         ranks: All ranks that were given.
-        world_size: Number of ranks of the job; None where not said.
+        missing: Ranks of the job that were not given.
         across: What the ranks tell together.
         reduced: What they reduce.
         launched_late: Of each rank, the share of its idle time in which nothing was launched.
@@ -68,7 +68,7 @@ def find(
         *_about_exposed(ranks, across),
         *_about_idle(ranks, launched_late),
         *_about_repeats(reduced),
-        *_about_missing(ranks, world_size),
+        *_about_missing(ranks, missing),
     ]
     return tuple(sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity)))
 
@@ -238,10 +238,7 @@ def _about_repeats(reduced: Sequence[Reductions]) -> Iterator[Finding]:
         )
 
 
-def _about_missing(ranks: Sequence[RankSplit], world_size: int | None) -> Iterator[Finding]:
-    if world_size is None or len(ranks) < 2:
-        return
-    missing = sorted(set(range(world_size)) - {split.rank for split in ranks})
+def _about_missing(ranks: Sequence[RankSplit], missing: Sequence[int]) -> Iterator[Finding]:
     if missing:
         words = name_ranks(missing)
         yield Finding(
@@ -249,5 +246,5 @@ def _about_missing(ranks: Sequence[RankSplit], world_size: int | None) -> Iterat
             severity="warning",
             message=f"Traces of {words} are missing: what is said about who waits for whom holds "
             "among the ranks given only; they may all have waited for one that is missing.",
-            evidence=f"{len(ranks)} of {world_size} ranks given",
+            evidence=f"{len(ranks)} of {len(ranks) + len(missing)} ranks given",
         )

@@ -40,11 +40,13 @@ class TraceSet:
         ranks: The ranks, in order.
         world_size: Number of ranks of the job; None where not said.
         warnings: What concerns the set; the ranks have their own.
+        missing: Ranks of the job that were not given, where several were.
     """
 
     ranks: tuple[RankSplit, ...]
     world_size: int | None
     warnings: tuple[TraceWarning, ...]
+    missing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def read_ranks(
     limit_bytes: int = DEFAULT_LIMIT_BYTES,
     jobs: int = 1,
     progress: Progress | None = None,
+    expected: Sequence[int] | None = None,
 ) -> TraceSet:
     """Reads and splits the traces of one job.
 
@@ -72,6 +75,7 @@ def read_ranks(
         jobs: Most processes at once. Others than the first are started anew, so a script that
             asks for several needs the usual ``if __name__ == "__main__"``.
         progress: Called with the bytes read and the sum, from time to time.
+        expected: The ranks that took part; all of the launch that the files name where None.
 
     Raises:
         InputError: A file cannot be used, or the files are not of one job.
@@ -105,9 +109,13 @@ def read_ranks(
         _refuse_nothing(trace)
     sizes = [trace.world_size for trace, _ in kept if trace.world_size is not None]
     world_size = sizes[0] if sizes else None
+    if expected is not None:
+        world_size = len(expected)
+    elif world_size is not None:
+        expected = range(world_size)
     splits = tuple(split(trace, found) for trace, found in kept)
-    _note_missing(splits, world_size, notices)
-    return TraceSet(splits, world_size, notices.all())
+    missing = _note_missing(splits, world_size, expected or (), notices)
+    return TraceSet(splits, world_size, notices.all(), missing)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -322,15 +330,19 @@ def _refuse_other_times(traces: Sequence[tuple[RankTrace, int]]) -> None:
         )
 
 
-def _note_missing(splits: Sequence[RankSplit], world_size: int | None, notices: Notices) -> None:
+def _note_missing(
+    splits: Sequence[RankSplit],
+    world_size: int | None,
+    expected: Sequence[int],
+    notices: Notices,
+) -> tuple[int, ...]:
     if len(splits) == 1:
         if world_size != 1 and splits[0].total.comm_ns:
             of = f" of {world_size}" if world_size else ""
             notices.add("single_rank", 1, f"This is rank {splits[0].rank}{of}.")
-        return
-    if world_size is None:
-        return
-    missing = sorted(set(range(world_size)) - {found.rank for found in splits})
+        return ()
+    missing = tuple(sorted(set(expected) - {found.rank for found in splits}))
     if missing:
         words = name_ranks(missing)
         notices.add("missing_ranks", len(missing), f"{words[0].upper()}{words[1:]}.")
+    return missing

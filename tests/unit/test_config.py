@@ -36,6 +36,7 @@ def test_defaults_are_valid_and_frozen():
         ({"allreduce_max_mb": 65.0}, "--allreduce-max-mb 65 is above 64"),
         ({"placement": "wide"}, "--placement wide"),
         ({"link_gbps": 0.0}, "--link-gbps 0"),
+        ({"kineto": -1}, "--kineto -1"),
         ({"link_gbps": -1.0}, "--link-gbps -1"),
     ],
 )
@@ -63,6 +64,7 @@ def test_refused(settings, words):
         {"backend": "gloo"},
         {"placement": "spread"},
         {"link_gbps": 0.001},
+        {"kineto": 1},
     ],
 )
 def test_just_allowed(settings):

@@ -47,6 +47,7 @@ def test_without_a_script_it_is_a_study():
         ("--model", "mlp"),
         ("--data", "train.py"),
         ("--dp", "2"),
+        ("--kineto", "2"),
         ("--placement", "packed"),
         ("--accumulate", "2"),
         ("--micro-batch", "2"),

@@ -10,6 +10,7 @@ from ddp_profiler.analysis.summary import summarize_run
 from ddp_profiler.report import console
 from ddp_profiler.schema import (
     SCHEMA_VERSION,
+    ClockReading,
     Failure,
     LevelFacts,
     LevelSettings,
@@ -71,6 +72,26 @@ def columns():
 
 def level_of(columns, **changes):
     return summarize_run(run_info(**changes), columns).levels[0]
+
+
+def test_steps_under_torch_profiler_are_in_no_figure(columns):
+    def traced(local_end):
+        spans = Spans(variant=int(Variant.KINETO), block=1_000_000)
+        for step in range(4):
+            add_instrumented(spans, 10**9 + 700 * step, step, local_end, 99)
+            spans.bookkeeping(10**9 + 700 * step, 10**9 + 700 * step + 600, step=step)
+        return spans.columns()
+
+    with_them = {
+        rank: {name: np.concatenate((part, traced(60 + rank)[name])) for name, part in own.items()}
+        for rank, own in columns.items()
+    }
+    # On clocks that drift, a later moment would be known less well.
+    apart = tuple(RankPlace(r, 0, r, f"host{r}", f"boot{r}", "cpu", 17) for r in range(2))
+    readings = tuple(ClockReading(1, at * 10**9, -(10**6), 10**6, 0) for at in (5, 11))
+    for changes in ({}, {"ranks": apart, "clocks": readings}):
+        info = run_info(**changes)
+        assert summarize_run(info, with_them) == summarize_run(info, columns)
 
 
 def test_breakdown_is_the_mean_over_ranks_and_sums_to_the_instrumented_mean(columns):
