@@ -204,7 +204,7 @@ class Observation:
         if self._config.out is None:
             self._keeper.claim_default(self._name, now, described, Path.cwd())
         else:
-            self._keeper.claim(paths.of_attempt(self._config.out, os.environ), described)
+            self._keeper.claim(paths.of_attempt(self._config.out.absolute(), os.environ), described)
 
     def _located(self) -> Topology:
         """Finds this rank's place on its node, where no launcher has said it."""

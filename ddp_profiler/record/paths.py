@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 from collections.abc import Mapping
 from datetime import datetime
@@ -129,11 +128,9 @@ def of_attempt(folder: Path, environ: Mapping[str, str]) -> Path:
         environ: Environment variables.
     """
     count = environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    # Not resolved: a link stays what the user calls it.
-    whole = Path(os.path.abspath(folder))  # noqa: PTH100
     if not count.isdecimal() or int(count) == 0:
-        return whole
-    return whole.with_name(f"{whole.name}-attempt{int(count) + 1}")
+        return folder
+    return folder.with_name(f"{folder.name}-attempt{int(count) + 1}")
 
 
 def holds_run(folder: Path) -> bool:
