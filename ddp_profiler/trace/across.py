@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from ddp_profiler.trace.alignment import (
 from ddp_profiler.trace.columns import Ints
 from ddp_profiler.trace.intervals import covered_ns
 from ddp_profiler.trace.kernels import KINDS, Collective, Work
-from ddp_profiler.trace.matching import Bools, GroupMatch, match
+from ddp_profiler.trace.matching import Bools, GroupMatch, match, only_of
 from ddp_profiler.trace.notices import Notices, TraceWarning
 from ddp_profiler.trace.split import RankSplit
 from ddp_profiler.trace.steps import find_steps
@@ -38,6 +38,10 @@ _ALL_MEET = np.array(
         for kind in KINDS
     ]
 )
+
+
+_PAIR = 2
+_MOST_APART = 0.5
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ class Meetings:
 class Waiting:
     """Exposed communication of a rank, divided; all in ns.
 
-    exposed_wait + exposed_transfer + exposed_untold = exposed communication.
+    exposed_wait + exposed_transfer + exposed_untold = exposed communication. Where there are
+    collectives, but none of them was compared, only the last of these is known.
 
     Attributes:
         wait_ns: Sum of its waits.
@@ -92,10 +97,10 @@ class Waiting:
             of the two runs.
     """
 
-    wait_ns: int
-    transfer_ns: int
-    exposed_wait_ns: int
-    exposed_transfer_ns: int
+    wait_ns: int | None
+    transfer_ns: int | None
+    exposed_wait_ns: int | None
+    exposed_transfer_ns: int | None
     exposed_untold_ns: int
 
 
@@ -169,11 +174,11 @@ def compare(ranks: Sequence[RankSplit]) -> AcrossRanks:
     waiting: dict[int, tuple[Waiting, ...]] = {}
     total: dict[int, Waiting] = {}
     lateness: tuple[Lateness, ...] = ()
-    if clocks.refused:
-        notices.add("across_ranks_refused", 1, clocks.refused)
-    else:
+    if not clocks.refused:
         if clocks.not_tied:
             notices.add("rank_not_aligned", len(clocks.not_tied), name_not_tied(clocks))
+        if clocks.unconfirmed:
+            notices.add("group_not_confirmed", 1, clocks.unconfirmed)
         if clocks.drift_ppm:
             fastest = max(clocks.drift_ppm, key=lambda rank: abs(clocks.drift_ppm[rank]))
             notices.add(
@@ -182,14 +187,45 @@ def compare(ranks: Sequence[RankSplit]) -> AcrossRanks:
                 f"The largest: rank {fastest}, {clocks.drift_ppm[fastest]:+.2f} ppm.",
             )
         by_rank = {split.rank: split for split in ranks}
-        tied = [one for one in matches if len({clocks.reference.get(r) for r in one.ranks}) == 1]
-        tied = [one for one in tied if one.ranks[0] in clocks.reference]
+        matches = tuple(
+            only_of(one, clocks.reference) if not _left_alone(one, clocks) else one
+            for one in matches
+        )
+        tied = [one for one in matches if not _left_alone(one, clocks)]
+        tied = [one for one in tied if len({clocks.reference[r] for r in one.ranks}) == 1]
         meetings = tuple(_meetings(one, by_rank, clocks, notices) for one in tied)
+        if why := _mostly_untold(meetings):
+            clocks, meetings = replace(clocks, refused=why), ()
+    if clocks.refused:
+        notices.add("across_ranks_refused", 1, clocks.refused)
+    else:
         for split in ranks:
             if split.rank in clocks.reference:
                 waiting[split.rank], total[split.rank] = _waiting(split, meetings)
         lateness = _lateness(meetings)
     return AcrossRanks(matches, clocks, meetings, waiting, total, lateness, notices.all())
+
+
+def _mostly_untold(meetings: Sequence[Meetings]) -> str:
+    """Returns why nothing can be told where most collectives that should end together do not."""
+    number = apart = 0
+    for found in meetings:
+        together = ENDS_TOGETHER[found.match.kind]
+        number += int(together.sum())
+        apart += int((together & ~found.told).sum())
+    if apart <= _MOST_APART * number:
+        return ""
+    return (
+        f"{apart} of {number} collectives that should end together on all ranks do not: who waits "
+        "for whom cannot be told. Are these the same steps of one run?"
+    )
+
+
+def _left_alone(found: GroupMatch, clocks: Clocks) -> bool:
+    """Returns whether collectives are not compared: too few ranks, or whose they are is unknown."""
+    tied = sum(rank in clocks.reference for rank in found.ranks)
+    nameless = found.label is None and len(found.ranks) > _PAIR
+    return tied < _PAIR or (nameless and bool(clocks.unconfirmed))
 
 
 def _meetings(
@@ -280,6 +316,8 @@ def _waiting(split: RankSplit, meetings: Sequence[Meetings]) -> tuple[tuple[Wait
             begin, end = np.concatenate((begin, more_begin)), np.concatenate((end, more_end))
             covered.append(covered_ns(begin, end))
         transfer, untold, wait = np.diff(covered).tolist()
+        if rest.size and not known.size:
+            return Waiting(None, None, None, None, exposed_untold_ns=untold)
         return Waiting(
             wait_ns=int(wait_ns[known].sum()),
             transfer_ns=int((comm.end_ns - joined)[known].sum()),

@@ -78,6 +78,15 @@ def _window_ns(ranks: Sequence[RankSplit]) -> float:
     return float(median(split.total.window_ns for split in ranks))
 
 
+def _told(across: AcrossRanks) -> list[tuple[int, int]]:
+    """Returns exposed wait and exposed transfer of each rank of which they are known, in ns."""
+    return [
+        (one.exposed_wait_ns, one.exposed_transfer_ns)
+        for one in across.waiting_total.values()
+        if one.exposed_wait_ns is not None and one.exposed_transfer_ns is not None
+    ]
+
+
 def _about_late_ranks(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterator[Finding]:
     window_ns = _window_ns(ranks)
     if window_ns <= 0:
@@ -100,11 +109,11 @@ def _about_late_ranks(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterat
 def _about_late_together(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterator[Finding]:
     """Tells of waiting that no rank alone causes, since several join late together."""
     window_ns = _window_ns(ranks)
-    found = list(across.waiting_total.values())
+    found = _told(across)
     behind = {one.rank: one.behind_ns for one in across.lateness if one.behind_ns is not None}
     if not found or window_ns <= 0 or len(behind) < _ENOUGH_RANKS:
         return
-    wait_ns = sum(one.exposed_wait_ns for one in found) / len(found)
+    wait_ns = sum(wait for wait, _ in found) / len(found)
     alone_ns = sum(one.caused_ns for one in across.lateness)
     if wait_ns <= _MUCH_EXPOSED * window_ns or alone_ns >= _MOSTLY * wait_ns:
         return
@@ -147,9 +156,9 @@ def _about_exposed(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterator[
     comm = sum(total.comm_ns or 0 for total in totals)
     overlap = sum(total.overlap_ns or 0 for total in totals)
     exposed = sum(total.exposed_comm_ns or 0 for total in totals)
-    found = list(across.waiting_total.values())
-    wait = sum(one.exposed_wait_ns for one in found)
-    transfer = sum(one.exposed_transfer_ns for one in found)
+    found = _told(across)
+    wait = sum(waited for waited, _ in found)
+    transfer = sum(moved for _, moved in found)
     if not found:
         why = "How much of it is waiting for other ranks cannot be told from these traces."
     elif wait > transfer:

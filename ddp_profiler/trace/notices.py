@@ -104,7 +104,11 @@ _MESSAGES = {
         "them and were not compared."
     ),
     "across_ranks_refused": "Ranks were not compared.",
-    "rank_not_aligned": "The clocks of ranks could not be tied to the others'.",
+    "rank_not_aligned": (
+        "The clocks of ranks could not be tied to the others': nothing is said of these ranks "
+        "beside their own figures."
+    ),
+    "group_not_confirmed": "Collectives that name no process group were not compared.",
     "clock_drift": "Clocks of ranks drift against the others'; that was taken out.",
     "ends_apart": (
         "Matched collectives end far apart on the ranks: a time is broken, or the pairing is "
