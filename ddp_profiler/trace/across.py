@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddp_profiler.naming import name_ranks
+from ddp_profiler.trace import chance
 from ddp_profiler.trace.alignment import (
     ENDS_TOGETHER,
     Clocks,
@@ -42,6 +43,8 @@ _ALL_MEET = np.array(
 
 _PAIR = 2
 _MOST_APART = 0.5
+_OUTLIER = 5
+_ENOUGH_LAGS = 5
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,12 @@ class Lateness:
         behind_ns: Mean time after the first to join, over all meetings; None without any.
         steps: Steps that have meetings.
         steps_worst: In how many of them no rank caused more.
+        excess_ns: How much more it caused than the others on average; not below 0.
+        clearly: Whether it is late more clearly than chance makes one of equal ranks: in step
+            after step, or, with fewer than 3 steps, in collectives.
+        later: Whether it joins later than the others do on average, in step after step.
+        outliers: Meetings in which its lag was more than 5 times the largest of the others.
+        outlier_ns: Sum of these lags.
     """
 
     rank: int
@@ -127,6 +136,11 @@ class Lateness:
     behind_ns: int | None
     steps: int
     steps_worst: int
+    excess_ns: int = 0
+    clearly: bool = False
+    later: bool = False
+    outliers: int = 0
+    outlier_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -202,7 +216,7 @@ def compare(ranks: Sequence[RankSplit]) -> AcrossRanks:
         for split in ranks:
             if split.rank in clocks.reference:
                 waiting[split.rank], total[split.rank] = _waiting(split, meetings)
-        lateness = _lateness(meetings)
+        lateness = lateness_of(meetings)
     return AcrossRanks(matches, clocks, meetings, waiting, total, lateness, notices.all())
 
 
@@ -340,38 +354,84 @@ def _by_step(step: npt.NDArray[np.int32], number: int) -> list[Ints]:
     return [order[edges[place] : edges[place + 1]] for place in range(number)]
 
 
-def _lateness(meetings: Sequence[Meetings]) -> tuple[Lateness, ...]:
+def lateness_of(meetings: Sequence[Meetings]) -> tuple[Lateness, ...]:
+    """Returns how often others waited for each rank, the one that cost most first.
+
+    Args:
+        meetings: What was compared.
+    """
     joined: dict[int, int] = defaultdict(int)
     behind: dict[int, int] = defaultdict(int)
     lags: dict[int, list[int]] = defaultdict(list)
+    every_lag: dict[int, list[int]] = defaultdict(list)
+    expected: dict[int, float] = defaultdict(float)
     by_step: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    steps: dict[int, set[int]] = defaultdict(set)
+    behind_of: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for found in meetings:
         met = found.begin_ns[found.meets]
-        late = (met - met.min(axis=1, keepdims=True)).sum(axis=0).tolist()
-        for rank, late_ns in zip(found.match.ranks, late, strict=True):
-            joined[rank] += int(found.meets.sum())
-            behind[rank] += late_ns
-            steps[rank] |= set(found.step[found.meets & (found.step >= 0)].tolist())
-        for place in np.flatnonzero(found.clear).tolist():
+        after = met - met.min(axis=1, keepdims=True)
+        step = found.step[found.meets]
+        for column, rank in enumerate(found.match.ranks):
+            joined[rank] += len(met)
+            behind[rank] += int(after[:, column].sum())
+            expected[rank] += len(met) / len(found.match.ranks)
+            for at, ns in zip(step.tolist(), after[:, column].tolist(), strict=True):
+                if at >= 0:
+                    behind_of[at][rank].append(ns)
+        for place in np.flatnonzero(found.meets).tolist():
             rank, lag = found.match.ranks[found.last[place]], int(found.lag_ns[place])
+            every_lag[rank].append(lag)
+            if not found.clear[place]:
+                continue
             lags[rank].append(lag)
             if found.step[place] >= 0:
                 by_step[int(found.step[place])][rank] += lag
     worst: dict[int, int] = defaultdict(int)
     for caused in by_step.values():
         worst[max(caused, key=lambda rank: (caused[rank], -rank))] += 1
-    result = [
-        Lateness(
-            rank=rank,
-            joined=joined[rank],
-            last=len(lags[rank]),
-            caused_ns=sum(lags[rank]),
-            lag_ns=round(float(np.median(lags[rank]))) if lags[rank] else None,
-            behind_ns=behind[rank] // joined[rank] if joined[rank] else None,
-            steps=len(steps[rank]),
-            steps_worst=worst[rank],
+    ranks = sorted(joined)
+    means = np.full((len(behind_of), len(ranks)), np.nan)
+    for row, of_rank in enumerate(behind_of.values()):
+        for rank, values in of_rank.items():
+            means[row, ranks.index(rank)] = sum(values) / len(values)
+    result = []
+    for column, rank in enumerate(ranks):
+        caused_ns = sum(lags[rank])
+        others_ns = [sum(lags[other]) for other in ranks if other != rank]
+        steps = sum(rank in of_rank for of_rank in behind_of.values())
+        latest = all(
+            behind[rank] * joined[other] > behind[other] * joined[rank]
+            for other in ranks
+            if other != rank and joined[other]
         )
-        for rank in sorted(joined)
-    ]
+        # Only where others were last often enough to show what is usual.
+        usual = [lag for other in ranks if other != rank for lag in every_lag[other]]
+        far = [lag for lag in lags[rank] if lag > _OUTLIER * max(usual, default=0)]
+        far = far if len(usual) >= _ENOUGH_LAGS else []
+        later = chance.later_on_average(means, column)
+        if steps >= chance.FEW_STEPS:
+            often = chance.more_often(worst[rank], steps, 1 / len(ranks), len(ranks))
+            clearly = often or later
+        else:
+            share = expected[rank] / joined[rank] if joined[rank] else 1.0
+            clearly = chance.more_often(
+                len(lags[rank]), joined[rank], share, len(ranks), chance.ERROR_OF_FEW
+            )
+        result.append(
+            Lateness(
+                rank=rank,
+                joined=joined[rank],
+                last=len(lags[rank]),
+                caused_ns=caused_ns,
+                lag_ns=round(float(np.median(lags[rank]))) if lags[rank] else None,
+                behind_ns=behind[rank] // joined[rank] if joined[rank] else None,
+                steps=steps,
+                steps_worst=worst[rank],
+                excess_ns=max(0, caused_ns - sum(others_ns) // max(1, len(others_ns))),
+                clearly=clearly and latest,
+                later=later,
+                outliers=len(far),
+                outlier_ns=sum(far),
+            )
+        )
     return tuple(sorted(result, key=lambda one: (-one.caused_ns, one.rank)))

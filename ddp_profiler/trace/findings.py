@@ -9,6 +9,7 @@ from statistics import median
 from ddp_profiler import units
 from ddp_profiler.naming import name_ranks
 from ddp_profiler.trace.across import AcrossRanks, Lateness
+from ddp_profiler.trace.chance import FEW_STEPS
 from ddp_profiler.trace.split import RankSplit
 from ddp_profiler.trace.volume import Reductions
 
@@ -21,7 +22,6 @@ _VERY_LATE = 0.05
 _LATE_SHOWN = 3
 _MOSTLY = 0.5
 _NEARLY_ALL = 0.8
-_ENOUGH_STEPS = 3
 _ENOUGH_RANKS = 3
 
 
@@ -91,19 +91,38 @@ def _about_late_ranks(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterat
     window_ns = _window_ns(ranks)
     if window_ns <= 0:
         return
-    late = [one for one in across.lateness if one.caused_ns >= _LATE * window_ns]
-    for one in late[:_LATE_SHOWN]:
-        share = one.caused_ns / window_ns
+    shown = 0
+    for one in across.lateness:
+        few = one.steps < FEW_STEPS
+        if one.clearly and one.excess_ns >= _LATE * window_ns:
+            ns, how_often = one.excess_ns, _how_often(one)
+            much = " more than for another on average"
+            severity = "warning" if ns >= _VERY_LATE * window_ns and not few else "info"
+        elif one.outlier_ns >= _LATE * window_ns:
+            ns, how_often, much, severity = one.outlier_ns, _now_and_then(one), "", "info"
+        else:
+            continue
+        shown += 1
+        if shown > _LATE_SHOWN:
+            break
         yield Finding(
             id="late-rank",
-            severity="warning" if share >= _VERY_LATE else "info",
-            message=f"Rank {one.rank} comes late{_how_often(one)}: the others waited "
-            f"{units.ms(one.caused_ns / 1e6)} ms for it alone, {units.percent(share)} of what was "
-            "recorded. Faster links do not help; look at what this rank does before it joins.",
+            severity=severity,
+            message=f"Rank {one.rank} comes late{how_often}: the others waited "
+            f"{units.ms(ns / 1e6)} ms for it alone{much}, {units.percent(ns / window_ns)} of what "
+            "was recorded. Faster links do not help; look at what this rank does before it joins.",
             evidence=f"last in {one.last} of {one.joined} collectives, "
-            f"{units.ms((one.lag_ns or 0) / 1e6)} ms (median) after the second to last; of the "
-            f"{len(ranks)} ranks given",
+            f"{units.ms((one.lag_ns or 0) / 1e6)} ms (median) after the second to last; "
+            f"{units.ms(one.caused_ns / 1e6)} ms in all; {_of_whom(ranks, across)}"
+            + ("; too few steps to tell whether it is late in each" if few else ""),
         )
+
+
+def _of_whom(ranks: Sequence[RankSplit], across: AcrossRanks) -> str:
+    compared = sorted(one.rank for one in across.lateness)
+    if len(compared) == len(ranks):
+        return f"of the {len(ranks)} ranks given"
+    return f"of {name_ranks(compared)}"
 
 
 def _about_late_together(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterator[Finding]:
@@ -121,6 +140,8 @@ def _about_late_together(ranks: Sequence[RankSplit], across: AcrossRanks) -> Ite
     late = [rank for rank, ns in behind.items() if ns >= _MOSTLY * most]
     if len(late) < 2 or len(late) > _MOSTLY * len(behind):
         return
+    if not all(one.later for one in across.lateness if one.rank in late):
+        return
     others = [ns for rank, ns in behind.items() if rank not in late]
     words = name_ranks(late)
     yield Finding(
@@ -130,18 +151,22 @@ def _about_late_together(ranks: Sequence[RankSplit], across: AcrossRanks) -> Ite
         f"blame for most of the waiting ({units.ms(wait_ns / 1e6)} ms a rank exposed). Look at "
         "what they share: a node, a switch, a stage of the model, the kind of batch.",
         evidence=f"on average they join {units.ms(most / 1e6)} ms (the latest) after the first, "
-        f"the others {units.ms(sum(others) / 1e6 / len(others))} ms; of the {len(ranks)} ranks "
-        "given",
+        f"the others {units.ms(sum(others) / 1e6 / len(others))} ms; {_of_whom(ranks, across)}",
     )
 
 
 def _how_often(one: Lateness) -> str:
-    if one.steps < _ENOUGH_STEPS:
+    if one.steps < FEW_STEPS or not one.steps_worst:
         return ""
     share = one.steps_worst / one.steps
     if share >= _NEARLY_ALL:
         return f" in nearly every step ({one.steps_worst} of {one.steps})"
     return f" in some steps (it cost most in {one.steps_worst} of {one.steps})"
+
+
+def _now_and_then(one: Lateness) -> str:
+    number = f"{one.outliers} collective{'' if one.outliers == 1 else 's'}"
+    return f" now and then (in {number} by more than 5 times what others are late)"
 
 
 def _about_exposed(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterator[Finding]:
