@@ -41,6 +41,9 @@ _ALL_MEET = np.array(
 )
 
 
+MOST_ELEMENTS = 1 << 40
+"""Elements of a collective beyond which the number must be wrong: no GPU holds so many."""
+
 _PAIR = 2
 _MOST_APART = 0.5
 _OUTLIER = 5
@@ -180,8 +183,10 @@ def compare(ranks: Sequence[RankSplit]) -> AcrossRanks:
         ranks: All ranks that were given, in order.
     """
     notices = Notices()
+    absurd = sum(int((split.collectives.elements > MOST_ELEMENTS).sum()) for split in ranks)
+    notices.add("absurd_elements", absurd)
     if len(ranks) < 2:
-        return AcrossRanks((), None, (), {}, {}, (), ())
+        return AcrossRanks((), None, (), {}, {}, (), notices.all())
     matches = match(ranks, notices)
     clocks = align(ranks, matches)
     meetings: tuple[Meetings, ...] = ()

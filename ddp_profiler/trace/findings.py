@@ -11,7 +11,7 @@ from ddp_profiler.naming import name_ranks
 from ddp_profiler.trace.across import AcrossRanks, Lateness
 from ddp_profiler.trace.chance import FEW_STEPS
 from ddp_profiler.trace.split import RankSplit
-from ddp_profiler.trace.volume import Reductions
+from ddp_profiler.trace.volume import Reductions, of_gradients, volumes
 
 _SEVERITIES = ("error", "warning", "info")
 
@@ -23,6 +23,8 @@ _LATE_SHOWN = 3
 _MOSTLY = 0.5
 _NEARLY_ALL = 0.8
 _ENOUGH_RANKS = 3
+_GROUPS_SHOWN = 8
+_PAIR = 2
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def find(
         *_about_exposed(ranks, across),
         *_about_idle(ranks, launched_late),
         *_about_repeats(reduced),
+        *_about_untold(ranks),
         *_about_missing(ranks, world_size),
     ]
     return tuple(sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity)))
@@ -260,16 +263,52 @@ def _about_repeats(reduced: Sequence[Reductions]) -> Iterator[Finding]:
         first = those[0]
         step = next(step for step in first.steps if step.complete and step.count)
         number = sum(1 for step in first.steps if step.complete and step.count)
+        same = f"Each step reduces the same {step.count // times} sizes {times} times over"
+        if times > _PAIR and (first.group is not None or first.size == _PAIR):
+            severity = "warning"
+            message = f"{same}, as it does where every one of {times} micro-steps is reduced."
+        else:
+            severity = "info"
+            message = (
+                f"{same}. It may be {times} models of one kind, each reduced once, or {times} "
+                "micro-steps that are all reduced."
+            )
         yield Finding(
             id="needless-reductions",
-            severity="warning",
-            message=f"Each step reduces the same {step.count // times} sizes {times} times over, "
-            f"as it does where every one of {times} micro-steps is reduced. If they accumulate "
-            "gradients, all but the last belong under no_sync.",
+            severity=severity,
+            message=f"{message} If they accumulate gradients, all but the last belong under "
+            "no_sync.",
             evidence=f"{first.counted}: {step.count} in step {step.step}, in all {number} complete "
             f"steps of {name_ranks(one.rank for one in those)}"
             + (f"; {units.nbytes(step.bytes)} a step" if step.bytes is not None else ""),
         )
+
+
+def _about_untold(ranks: Sequence[RankSplit]) -> Iterator[Finding]:
+    """Says where nothing tells which of several groups reduces the gradients."""
+    untold = [
+        (split, found)
+        for split in ranks
+        if (found := volumes(split)) and of_gradients(split) is None
+    ]
+    if not untold:
+        return
+    first, found = untold[0]
+    each = ", ".join(
+        f"{one.kind.value} in {one.group or 'an unnamed group'}: {one.count:,}"
+        + (f" of {one.elements:,} elements in all" if one.elements else "")
+        for one in found[:_GROUPS_SHOWN]
+    )
+    more = len(found) - _GROUPS_SHOWN
+    yield Finding(
+        id="gradients-not-told",
+        severity="info",
+        message="Nothing tells which process group reduces the gradients, so they are not counted: "
+        "activations are reduced as well where tensors are split. Names such as dp, tp or "
+        "data_parallel tell groups apart.",
+        evidence=f"on {name_ranks(split.rank for split, _ in untold)}; rank {first.rank}: {each}"
+        + (f" and {more} more" if more > 0 else ""),
+    )
 
 
 def _about_missing(ranks: Sequence[RankSplit], world_size: int | None) -> Iterator[Finding]:

@@ -61,6 +61,9 @@ _MESSAGES = {
         "CPU runs ahead, so it may belong to an earlier one."
     ),
     "outside_steps": "Work or collectives outside of all steps are only in the total.",
+    "absurd_elements": (
+        "Collectives claim more elements than any GPU holds: their sizes count as unknown."
+    ),
     "stretched_kernel": (
         "Kernels overlap the next one on their stream, or last longer than several steps: a stall, "
         "or a time that is broken. Look at them before you trust the figures."

@@ -19,6 +19,13 @@ DRAWS = {
 }
 
 
+TRACE = SimpleNamespace(dtypes=(), groups=())
+NONE = SimpleNamespace(
+    kind=np.zeros(0, np.uint8), group=np.zeros(0, np.int16), dtype=np.zeros(0, np.int16),
+    elements=np.zeros(0, np.int64),
+)  # fmt: skip
+
+
 def late_findings(seed, world, *, steps=6, calls=5, jitter="even", late=None):
     """Findings about late ranks of a job in which each rank computes, then all meet, and so on."""
     draw, now, begins, step_of = random.Random(f"{seed} {world} {jitter}"), 0, [], []
@@ -60,7 +67,10 @@ def late_findings(seed, world, *, steps=6, calls=5, jitter="even", late=None):
     }
     across = AcrossRanks((), None, (meetings,), {}, waits, lateness_of((meetings,)), ())
     total = SimpleNamespace(window_ns=now, exposed_comm_ns=None, idle_ns=None)
-    ranks = [SimpleNamespace(rank=rank, total=total) for rank in range(world)]
+    ranks = [
+        SimpleNamespace(rank=rank, total=total, collectives=NONE, trace=TRACE)
+        for rank in range(world)
+    ]
     return find(ranks, world, across, (), {})
 
 
