@@ -155,14 +155,16 @@ def align(ranks: Sequence[RankSplit], matches: Sequence[GroupMatch]) -> Clocks:
         )
     bound_ns = _bound_ns(by_rank, matches)
     groups = _ends(by_rank, matches, zero_ns)
+    agreement = _agreement(groups, bound_ns)
     unconfirmed = ""
     for found in groups:
         if not found.named and len(found.ranks) > _PAIR:
-            unconfirmed = unconfirmed or _several_groups(found, bound_ns)
+            own = agreement if len(groups) == 1 else _agreement([found], bound_ns)
+            unconfirmed = unconfirmed or _several_groups(found, own, bound_ns)
     if unconfirmed:
         groups = [found for found in groups if found.named]
+        agreement = _agreement(groups, bound_ns)
     groups_named = all(found.named or len(found.ranks) == _PAIR for found in groups)
-    agreement = _agreement(groups, bound_ns)
     kept, not_tied = _kept(by_rank, agreement)
     groups = [only for found in groups if (only := found.of(kept)) is not None]
     fits, reference = _tied(groups)
@@ -467,13 +469,19 @@ def _agreement(groups: Sequence[_Ends], bound_ns: float) -> _Agreement:
 
 def _pair(one: Floats, other: Floats, bound_ns: float) -> _Pair:
     ahead = other - one
+    found = _judged(np.abs(ahead - np.median(ahead)), one, bound_ns)
+    if found.agrees:
+        return found
     fit = _line(ahead, one)
-    far_ns = np.abs(ahead - fit.slope * one - fit.offset_ns)
+    return _judged(np.abs(ahead - fit.slope * one - fit.offset_ns), one, bound_ns)
+
+
+def _judged(far_ns: Floats, ends: Floats, bound_ns: float) -> _Pair:
     # Of few, some fall together by chance.
     near = far_ns <= bound_ns * (_NEAR_TIMES if far_ns.size >= _MANY else 1)
     common, number = int(near.size), int(near.sum())
     # A broken time lies off by more than the whole recording lasts: it says nothing of the clock.
-    broken = int((far_ns > np.ptp(one[near])).sum()) if number >= _PAIR else 0
+    broken = int((far_ns > np.ptp(ends[near])).sum()) if common > number >= _PAIR else 0
     counted = common - min(broken, max(1, int(_MOST_APART * common)))
     typical_ns = float(np.median(far_ns))
     agrees = typical_ns <= bound_ns and number >= max(_PAIR, (1 - _MOST_APART) * counted)
@@ -516,9 +524,8 @@ def _mostly_disagrees(pairs: Sequence[_Pair]) -> bool:
     return 2 * sum(pair.agrees for pair in pairs) < len(pairs)
 
 
-def _several_groups(found: _Ends, bound_ns: float) -> str:
+def _several_groups(found: _Ends, agreement: _Agreement, bound_ns: float) -> str:
     """Returns why collectives without a name cannot be those of one group of all ranks."""
-    agreement = _agreement([found], bound_ns)
     parts = agreement.parts(found.ranks, agreeing=True)
     if len(parts) > 1 and len(parts[1]) > 1:
         words = " and ".join(name_ranks(sorted(part)) for part in parts if len(part) > 1)
