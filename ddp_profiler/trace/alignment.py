@@ -172,13 +172,14 @@ def align(ranks: Sequence[RankSplit], matches: Sequence[GroupMatch]) -> Clocks:
         not_tied[rank] = f"it has fewer than {LEAST} collectives in common with others"
     not_tied = dict(sorted(not_tied.items()))
     if not fits:
+        why = unconfirmed or _why_none(agreement, groups_named, bound_ns)
         return Clocks(
             zero_ns,
             typical_ns=agreement.typical_ns,
             num_collectives=agreement.most_common,
-            refused=unconfirmed or _why_none(agreement, groups_named, bound_ns),
+            refused=why,
             not_tied=not_tied,
-            unconfirmed=unconfirmed,
+            unconfirmed=why if agreement.pairs and not groups_named else unconfirmed,
         )
     residual = _residuals(groups, fits)
     size = np.abs(residual)

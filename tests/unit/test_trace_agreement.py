@@ -191,8 +191,10 @@ def test_groups_without_names_are_not_taken_for_one(script, late, tmp_path):
             for name in ("Process Group Name", "Process Group Description", "Process Group Ranks"):
                 event["args"].pop(name, None)
             event["args"].pop("Group size", None)
-    _, across = compared(job, tmp_path)
+    found, across = compared(job, tmp_path)
     assert "They name no process group" in across.refused, across.refused
+    # Nor does anything tell whose gradients they reduce.
+    assert analyse(found).reductions == ()
     assert (across.meetings, across.waiting_total) == ((), {})
 
 
