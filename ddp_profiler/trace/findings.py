@@ -99,10 +99,11 @@ def _about_late_ranks(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterat
         few = one.steps < FEW_STEPS
         if one.clearly and one.excess_ns >= _LATE * window_ns:
             ns, how_often = one.excess_ns, _how_often(one)
-            much = " more than for another on average"
+            more, than = "more ", " than for another on average"
             severity = "warning" if ns >= _VERY_LATE * window_ns and not few else "info"
         elif one.outlier_ns >= _LATE * window_ns:
-            ns, how_often, much, severity = one.outlier_ns, _now_and_then(one), "", "info"
+            ns, how_often, severity = one.outlier_ns, _now_and_then(one), "info"
+            more, than = "", ""
         else:
             continue
         shown += 1
@@ -112,7 +113,7 @@ def _about_late_ranks(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterat
             id="late-rank",
             severity=severity,
             message=f"Rank {one.rank} comes late{how_often}: the others waited "
-            f"{units.ms(ns / 1e6)} ms for it alone{much}, {units.percent(ns / window_ns)} of what "
+            f"{units.ms(ns / 1e6)} ms {more}for it alone{than}, {units.percent(ns / window_ns)} of what "
             "was recorded. Faster links do not help; look at what this rank does before it joins.",
             evidence=f"last in {one.last} of {one.joined} collectives, "
             f"{units.ms((one.lag_ns or 0) / 1e6)} ms (median) after the second to last; "

@@ -84,8 +84,8 @@ _MESSAGES = {
         "have: their collectives were not compared."
     ),
     "group_not_named": (
-        "Collectives do not say which process group they are of: they were taken for those of "
-        "one group of all ranks."
+        "Collectives do not say which process group they are of: they count as those of one group "
+        "of all ranks only where their ends confirm it."
     ),
     "collectives_differ_in_kind": (
         "At the same place ranks have different collectives; these were not compared."
