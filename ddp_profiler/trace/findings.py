@@ -113,8 +113,9 @@ def _about_late_ranks(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterat
             id="late-rank",
             severity=severity,
             message=f"Rank {one.rank} comes late{how_often}: the others waited "
-            f"{units.ms(ns / 1e6)} ms {more}for it alone{than}, {units.percent(ns / window_ns)} of what "
-            "was recorded. Faster links do not help; look at what this rank does before it joins.",
+            f"{units.ms(ns / 1e6)} ms {more}for it alone{than}, "
+            f"{units.percent(ns / window_ns)} of what was recorded. Faster links do not help; look "
+            "at what this rank does before it joins.",
             evidence=f"last in {one.last} of {one.joined} collectives, "
             f"{units.ms((one.lag_ns or 0) / 1e6)} ms (median) after the second to last; "
             f"{units.ms(one.caused_ns / 1e6)} ms in all; {_of_whom(ranks, across)}"
