@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ddp_profiler.naming import name_ranks
+from ddp_profiler.trace import chance
 from ddp_profiler.trace.alignment import (
     ENDS_TOGETHER,
     Clocks,
@@ -21,7 +22,7 @@ from ddp_profiler.trace.alignment import (
 from ddp_profiler.trace.columns import Ints
 from ddp_profiler.trace.intervals import covered_ns
 from ddp_profiler.trace.kernels import KINDS, Collective, Work
-from ddp_profiler.trace.matching import Bools, GroupMatch, match
+from ddp_profiler.trace.matching import Bools, GroupMatch, match, only_of
 from ddp_profiler.trace.notices import Notices, TraceWarning
 from ddp_profiler.trace.split import RankSplit
 from ddp_profiler.trace.steps import find_steps
@@ -38,6 +39,15 @@ _ALL_MEET = np.array(
         for kind in KINDS
     ]
 )
+
+
+MOST_ELEMENTS = 1 << 40
+"""Elements of a collective beyond which the number must be wrong: no GPU holds so many."""
+
+_PAIR = 2
+_MOST_APART = 0.5
+_OUTLIER = 5
+_ENOUGH_LAGS = 5
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,8 @@ class Meetings:
 class Waiting:
     """Exposed communication of a rank, divided; all in ns.
 
-    exposed_wait + exposed_transfer + exposed_untold = exposed communication.
+    exposed_wait + exposed_transfer + exposed_untold = exposed communication. Where there are
+    collectives, but none of them was compared, only the last of these is known.
 
     Attributes:
         wait_ns: Sum of its waits.
@@ -92,10 +103,10 @@ class Waiting:
             of the two runs.
     """
 
-    wait_ns: int
-    transfer_ns: int
-    exposed_wait_ns: int
-    exposed_transfer_ns: int
+    wait_ns: int | None
+    transfer_ns: int | None
+    exposed_wait_ns: int | None
+    exposed_transfer_ns: int | None
     exposed_untold_ns: int
 
 
@@ -112,6 +123,12 @@ class Lateness:
         behind_ns: Mean time after the first to join, over all meetings; None without any.
         steps: Steps that have meetings.
         steps_worst: In how many of them no rank caused more.
+        excess_ns: How much more it caused than the others on average; not below 0.
+        clearly: Whether it is late more clearly than chance makes one of equal ranks: in step
+            after step, or, with fewer than 3 steps, in collectives.
+        later: Whether it joins later than the others do on average, in step after step.
+        outliers: Meetings in which its lag was more than 5 times the largest of the others.
+        outlier_ns: Sum of these lags.
     """
 
     rank: int
@@ -122,6 +139,11 @@ class Lateness:
     behind_ns: int | None
     steps: int
     steps_worst: int
+    excess_ns: int = 0
+    clearly: bool = False
+    later: bool = False
+    outliers: int = 0
+    outlier_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,19 +183,21 @@ def compare(ranks: Sequence[RankSplit]) -> AcrossRanks:
         ranks: All ranks that were given, in order.
     """
     notices = Notices()
+    absurd = sum(int((split.collectives.elements > MOST_ELEMENTS).sum()) for split in ranks)
+    notices.add("absurd_elements", absurd)
     if len(ranks) < 2:
-        return AcrossRanks((), None, (), {}, {}, (), ())
+        return AcrossRanks((), None, (), {}, {}, (), notices.all())
     matches = match(ranks, notices)
     clocks = align(ranks, matches)
     meetings: tuple[Meetings, ...] = ()
     waiting: dict[int, tuple[Waiting, ...]] = {}
     total: dict[int, Waiting] = {}
     lateness: tuple[Lateness, ...] = ()
-    if clocks.refused:
-        notices.add("across_ranks_refused", 1, clocks.refused)
-    else:
+    if not clocks.refused:
         if clocks.not_tied:
             notices.add("rank_not_aligned", len(clocks.not_tied), name_not_tied(clocks))
+        if clocks.unconfirmed:
+            notices.add("group_not_confirmed", 1, clocks.unconfirmed)
         if clocks.drift_ppm:
             fastest = max(clocks.drift_ppm, key=lambda rank: abs(clocks.drift_ppm[rank]))
             notices.add(
@@ -182,14 +206,45 @@ def compare(ranks: Sequence[RankSplit]) -> AcrossRanks:
                 f"The largest: rank {fastest}, {clocks.drift_ppm[fastest]:+.2f} ppm.",
             )
         by_rank = {split.rank: split for split in ranks}
-        tied = [one for one in matches if len({clocks.reference.get(r) for r in one.ranks}) == 1]
-        tied = [one for one in tied if one.ranks[0] in clocks.reference]
+        matches = tuple(
+            only_of(one, clocks.reference) if not _left_alone(one, clocks) else one
+            for one in matches
+        )
+        tied = [one for one in matches if not _left_alone(one, clocks)]
+        tied = [one for one in tied if len({clocks.reference[r] for r in one.ranks}) == 1]
         meetings = tuple(_meetings(one, by_rank, clocks, notices) for one in tied)
+        if why := _mostly_untold(meetings):
+            clocks, meetings = replace(clocks, refused=why), ()
+    if clocks.refused:
+        notices.add("across_ranks_refused", 1, clocks.refused)
+    else:
         for split in ranks:
             if split.rank in clocks.reference:
                 waiting[split.rank], total[split.rank] = _waiting(split, meetings)
-        lateness = _lateness(meetings)
+        lateness = lateness_of(meetings)
     return AcrossRanks(matches, clocks, meetings, waiting, total, lateness, notices.all())
+
+
+def _mostly_untold(meetings: Sequence[Meetings]) -> str:
+    """Returns why nothing can be told where most collectives that should end together do not."""
+    number = apart = 0
+    for found in meetings:
+        together = ENDS_TOGETHER[found.match.kind]
+        number += int(together.sum())
+        apart += int((together & ~found.told).sum())
+    if apart <= _MOST_APART * number:
+        return ""
+    return (
+        f"{apart} of {number} collectives that should end together on all ranks do not: who waits "
+        "for whom cannot be told. Are these the same steps of one run?"
+    )
+
+
+def _left_alone(found: GroupMatch, clocks: Clocks) -> bool:
+    """Returns whether collectives are not compared: too few ranks, or whose they are is unknown."""
+    tied = sum(rank in clocks.reference for rank in found.ranks)
+    nameless = found.label is None and len(found.ranks) > _PAIR
+    return tied < _PAIR or (nameless and bool(clocks.unconfirmed))
 
 
 def _meetings(
@@ -280,6 +335,8 @@ def _waiting(split: RankSplit, meetings: Sequence[Meetings]) -> tuple[tuple[Wait
             begin, end = np.concatenate((begin, more_begin)), np.concatenate((end, more_end))
             covered.append(covered_ns(begin, end))
         transfer, untold, wait = np.diff(covered).tolist()
+        if rest.size and not known.size:
+            return Waiting(None, None, None, None, exposed_untold_ns=untold)
         return Waiting(
             wait_ns=int(wait_ns[known].sum()),
             transfer_ns=int((comm.end_ns - joined)[known].sum()),
@@ -302,38 +359,84 @@ def _by_step(step: npt.NDArray[np.int32], number: int) -> list[Ints]:
     return [order[edges[place] : edges[place + 1]] for place in range(number)]
 
 
-def _lateness(meetings: Sequence[Meetings]) -> tuple[Lateness, ...]:
+def lateness_of(meetings: Sequence[Meetings]) -> tuple[Lateness, ...]:
+    """Returns how often others waited for each rank, the one that cost most first.
+
+    Args:
+        meetings: What was compared.
+    """
     joined: dict[int, int] = defaultdict(int)
     behind: dict[int, int] = defaultdict(int)
     lags: dict[int, list[int]] = defaultdict(list)
+    every_lag: dict[int, list[int]] = defaultdict(list)
+    expected: dict[int, float] = defaultdict(float)
     by_step: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    steps: dict[int, set[int]] = defaultdict(set)
+    behind_of: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for found in meetings:
         met = found.begin_ns[found.meets]
-        late = (met - met.min(axis=1, keepdims=True)).sum(axis=0).tolist()
-        for rank, late_ns in zip(found.match.ranks, late, strict=True):
-            joined[rank] += int(found.meets.sum())
-            behind[rank] += late_ns
-            steps[rank] |= set(found.step[found.meets & (found.step >= 0)].tolist())
-        for place in np.flatnonzero(found.clear).tolist():
+        after = met - met.min(axis=1, keepdims=True)
+        step = found.step[found.meets]
+        for column, rank in enumerate(found.match.ranks):
+            joined[rank] += len(met)
+            behind[rank] += int(after[:, column].sum())
+            expected[rank] += len(met) / len(found.match.ranks)
+            for at, ns in zip(step.tolist(), after[:, column].tolist(), strict=True):
+                if at >= 0:
+                    behind_of[at][rank].append(ns)
+        for place in np.flatnonzero(found.meets).tolist():
             rank, lag = found.match.ranks[found.last[place]], int(found.lag_ns[place])
+            every_lag[rank].append(lag)
+            if not found.clear[place]:
+                continue
             lags[rank].append(lag)
             if found.step[place] >= 0:
                 by_step[int(found.step[place])][rank] += lag
     worst: dict[int, int] = defaultdict(int)
     for caused in by_step.values():
         worst[max(caused, key=lambda rank: (caused[rank], -rank))] += 1
-    result = [
-        Lateness(
-            rank=rank,
-            joined=joined[rank],
-            last=len(lags[rank]),
-            caused_ns=sum(lags[rank]),
-            lag_ns=round(float(np.median(lags[rank]))) if lags[rank] else None,
-            behind_ns=behind[rank] // joined[rank] if joined[rank] else None,
-            steps=len(steps[rank]),
-            steps_worst=worst[rank],
+    ranks = sorted(joined)
+    means = np.full((len(behind_of), len(ranks)), np.nan)
+    for row, of_rank in enumerate(behind_of.values()):
+        for rank, values in of_rank.items():
+            means[row, ranks.index(rank)] = sum(values) / len(values)
+    result = []
+    for column, rank in enumerate(ranks):
+        caused_ns = sum(lags[rank])
+        others_ns = [sum(lags[other]) for other in ranks if other != rank]
+        steps = sum(rank in of_rank for of_rank in behind_of.values())
+        latest = all(
+            behind[rank] * joined[other] > behind[other] * joined[rank]
+            for other in ranks
+            if other != rank and joined[other]
         )
-        for rank in sorted(joined)
-    ]
+        # Only where others were last often enough to show what is usual.
+        usual = [lag for other in ranks if other != rank for lag in every_lag[other]]
+        far = [lag for lag in lags[rank] if lag > _OUTLIER * max(usual, default=0)]
+        far = far if len(usual) >= _ENOUGH_LAGS else []
+        later = chance.later_on_average(means, column)
+        if steps >= chance.FEW_STEPS:
+            often = chance.more_often(worst[rank], steps, 1 / len(ranks), len(ranks))
+            clearly = often or later
+        else:
+            share = expected[rank] / joined[rank] if joined[rank] else 1.0
+            clearly = chance.more_often(
+                len(lags[rank]), joined[rank], share, len(ranks), chance.ERROR_OF_FEW
+            )
+        result.append(
+            Lateness(
+                rank=rank,
+                joined=joined[rank],
+                last=len(lags[rank]),
+                caused_ns=caused_ns,
+                lag_ns=round(float(np.median(lags[rank]))) if lags[rank] else None,
+                behind_ns=behind[rank] // joined[rank] if joined[rank] else None,
+                steps=steps,
+                steps_worst=worst[rank],
+                excess_ns=max(0, caused_ns - sum(others_ns) // max(1, len(others_ns))),
+                clearly=clearly and latest,
+                later=later,
+                outliers=len(far),
+                outlier_ns=sum(far),
+            )
+        )
     return tuple(sorted(result, key=lambda one: (-one.caused_ns, one.rank)))

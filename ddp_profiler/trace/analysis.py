@@ -38,7 +38,14 @@ def analyse(found: TraceSet) -> TraceAnalysis:
         found: The ranks.
     """
     across = compare(found.ranks)
-    reduced = tuple(one for split in found.ranks if (one := reductions(split)) is not None)
+    # Collectives without a name may be of several groups: then nothing tells whose they are.
+    several = across.clocks is not None and bool(across.clocks.unconfirmed)
+    reduced = tuple(
+        one
+        for split in found.ranks
+        if (one := reductions(split)) is not None
+        and not (several and one.group is None and one.size is None)
+    )
     late = {
         split.rank: fraction
         for split in found.ranks

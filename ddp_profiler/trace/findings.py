@@ -9,8 +9,9 @@ from statistics import median
 from ddp_profiler import units
 from ddp_profiler.naming import name_ranks
 from ddp_profiler.trace.across import AcrossRanks, Lateness
+from ddp_profiler.trace.chance import FEW_STEPS
 from ddp_profiler.trace.split import RankSplit
-from ddp_profiler.trace.volume import Reductions
+from ddp_profiler.trace.volume import Reductions, of_gradients, volumes
 
 _SEVERITIES = ("error", "warning", "info")
 
@@ -21,8 +22,9 @@ _VERY_LATE = 0.05
 _LATE_SHOWN = 3
 _MOSTLY = 0.5
 _NEARLY_ALL = 0.8
-_ENOUGH_STEPS = 3
 _ENOUGH_RANKS = 3
+_GROUPS_SHOWN = 8
+_PAIR = 2
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def find(
         *_about_exposed(ranks, across),
         *_about_idle(ranks, launched_late),
         *_about_repeats(reduced),
+        *_about_untold(ranks),
         *_about_missing(ranks, missing),
     ]
     return tuple(sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity)))
@@ -78,39 +81,71 @@ def _window_ns(ranks: Sequence[RankSplit]) -> float:
     return float(median(split.total.window_ns for split in ranks))
 
 
+def _told(across: AcrossRanks) -> list[tuple[int, int]]:
+    """Returns exposed wait and exposed transfer of each rank of which they are known, in ns."""
+    return [
+        (one.exposed_wait_ns, one.exposed_transfer_ns)
+        for one in across.waiting_total.values()
+        if one.exposed_wait_ns is not None and one.exposed_transfer_ns is not None
+    ]
+
+
 def _about_late_ranks(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterator[Finding]:
     window_ns = _window_ns(ranks)
     if window_ns <= 0:
         return
-    late = [one for one in across.lateness if one.caused_ns >= _LATE * window_ns]
-    for one in late[:_LATE_SHOWN]:
-        share = one.caused_ns / window_ns
+    shown = 0
+    for one in across.lateness:
+        few = one.steps < FEW_STEPS
+        if one.clearly and one.excess_ns >= _LATE * window_ns:
+            ns, how_often = one.excess_ns, _how_often(one)
+            more, than = "more ", " than for another on average"
+            severity = "warning" if ns >= _VERY_LATE * window_ns and not few else "info"
+        elif one.outlier_ns >= _LATE * window_ns:
+            ns, how_often, severity = one.outlier_ns, _now_and_then(one), "info"
+            more, than = "", ""
+        else:
+            continue
+        shown += 1
+        if shown > _LATE_SHOWN:
+            break
         yield Finding(
             id="late-rank",
-            severity="warning" if share >= _VERY_LATE else "info",
-            message=f"Rank {one.rank} comes late{_how_often(one)}: the others waited "
-            f"{units.ms(one.caused_ns / 1e6)} ms for it alone, {units.percent(share)} of what was "
-            "recorded. Faster links do not help; look at what this rank does before it joins.",
+            severity=severity,
+            message=f"Rank {one.rank} comes late{how_often}: the others waited "
+            f"{units.ms(ns / 1e6)} ms {more}for it alone{than}, "
+            f"{units.percent(ns / window_ns)} of what was recorded. Faster links do not help; look "
+            "at what this rank does before it joins.",
             evidence=f"last in {one.last} of {one.joined} collectives, "
-            f"{units.ms((one.lag_ns or 0) / 1e6)} ms (median) after the second to last; of the "
-            f"{len(ranks)} ranks given",
+            f"{units.ms((one.lag_ns or 0) / 1e6)} ms (median) after the second to last; "
+            f"{units.ms(one.caused_ns / 1e6)} ms in all; {_of_whom(ranks, across)}"
+            + ("; too few steps to tell whether it is late in each" if few else ""),
         )
+
+
+def _of_whom(ranks: Sequence[RankSplit], across: AcrossRanks) -> str:
+    compared = sorted(one.rank for one in across.lateness)
+    if len(compared) == len(ranks):
+        return f"of the {len(ranks)} ranks given"
+    return f"of {name_ranks(compared)}"
 
 
 def _about_late_together(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterator[Finding]:
     """Tells of waiting that no rank alone causes, since several join late together."""
     window_ns = _window_ns(ranks)
-    found = list(across.waiting_total.values())
+    found = _told(across)
     behind = {one.rank: one.behind_ns for one in across.lateness if one.behind_ns is not None}
     if not found or window_ns <= 0 or len(behind) < _ENOUGH_RANKS:
         return
-    wait_ns = sum(one.exposed_wait_ns for one in found) / len(found)
+    wait_ns = sum(wait for wait, _ in found) / len(found)
     alone_ns = sum(one.caused_ns for one in across.lateness)
     if wait_ns <= _MUCH_EXPOSED * window_ns or alone_ns >= _MOSTLY * wait_ns:
         return
     most = max(behind.values())
     late = [rank for rank, ns in behind.items() if ns >= _MOSTLY * most]
     if len(late) < 2 or len(late) > _MOSTLY * len(behind):
+        return
+    if not all(one.later for one in across.lateness if one.rank in late):
         return
     others = [ns for rank, ns in behind.items() if rank not in late]
     words = name_ranks(late)
@@ -121,18 +156,22 @@ def _about_late_together(ranks: Sequence[RankSplit], across: AcrossRanks) -> Ite
         f"blame for most of the waiting ({units.ms(wait_ns / 1e6)} ms a rank exposed). Look at "
         "what they share: a node, a switch, a stage of the model, the kind of batch.",
         evidence=f"on average they join {units.ms(most / 1e6)} ms (the latest) after the first, "
-        f"the others {units.ms(sum(others) / 1e6 / len(others))} ms; of the {len(ranks)} ranks "
-        "given",
+        f"the others {units.ms(sum(others) / 1e6 / len(others))} ms; {_of_whom(ranks, across)}",
     )
 
 
 def _how_often(one: Lateness) -> str:
-    if one.steps < _ENOUGH_STEPS:
+    if one.steps < FEW_STEPS or not one.steps_worst:
         return ""
     share = one.steps_worst / one.steps
     if share >= _NEARLY_ALL:
         return f" in nearly every step ({one.steps_worst} of {one.steps})"
     return f" in some steps (it cost most in {one.steps_worst} of {one.steps})"
+
+
+def _now_and_then(one: Lateness) -> str:
+    number = f"{one.outliers} collective{'' if one.outliers == 1 else 's'}"
+    return f" now and then (in {number} by more than 5 times what others are late)"
 
 
 def _about_exposed(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterator[Finding]:
@@ -147,9 +186,9 @@ def _about_exposed(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterator[
     comm = sum(total.comm_ns or 0 for total in totals)
     overlap = sum(total.overlap_ns or 0 for total in totals)
     exposed = sum(total.exposed_comm_ns or 0 for total in totals)
-    found = list(across.waiting_total.values())
-    wait = sum(one.exposed_wait_ns for one in found)
-    transfer = sum(one.exposed_transfer_ns for one in found)
+    found = _told(across)
+    wait = sum(waited for waited, _ in found)
+    transfer = sum(moved for _, moved in found)
     if not found:
         why = "How much of it is waiting for other ranks cannot be told from these traces."
     elif wait > transfer:
@@ -226,16 +265,52 @@ def _about_repeats(reduced: Sequence[Reductions]) -> Iterator[Finding]:
         first = those[0]
         step = next(step for step in first.steps if step.complete and step.count)
         number = sum(1 for step in first.steps if step.complete and step.count)
+        same = f"Each step reduces the same {step.count // times} sizes {times} times over"
+        if times > _PAIR and (first.group is not None or first.size == _PAIR):
+            severity = "warning"
+            message = f"{same}, as it does where every one of {times} micro-steps is reduced."
+        else:
+            severity = "info"
+            message = (
+                f"{same}. It may be {times} models of one kind, each reduced once, or {times} "
+                "micro-steps that are all reduced."
+            )
         yield Finding(
             id="needless-reductions",
-            severity="warning",
-            message=f"Each step reduces the same {step.count // times} sizes {times} times over, "
-            f"as it does where every one of {times} micro-steps is reduced. If they accumulate "
-            "gradients, all but the last belong under no_sync.",
+            severity=severity,
+            message=f"{message} If they accumulate gradients, all but the last belong under "
+            "no_sync.",
             evidence=f"{first.counted}: {step.count} in step {step.step}, in all {number} complete "
             f"steps of {name_ranks(one.rank for one in those)}"
             + (f"; {units.nbytes(step.bytes)} a step" if step.bytes is not None else ""),
         )
+
+
+def _about_untold(ranks: Sequence[RankSplit]) -> Iterator[Finding]:
+    """Says where nothing tells which of several groups reduces the gradients."""
+    untold = [
+        (split, found)
+        for split in ranks
+        if (found := volumes(split)) and of_gradients(split) is None
+    ]
+    if not untold:
+        return
+    first, found = untold[0]
+    each = ", ".join(
+        f"{one.kind.value} in {one.group or 'an unnamed group'}: {one.count:,}"
+        + (f" of {one.elements:,} elements in all" if one.elements else "")
+        for one in found[:_GROUPS_SHOWN]
+    )
+    more = len(found) - _GROUPS_SHOWN
+    yield Finding(
+        id="gradients-not-told",
+        severity="info",
+        message="Nothing tells which process group reduces the gradients, so they are not counted: "
+        "activations are reduced as well where tensors are split. Names such as dp, tp or "
+        "data_parallel tell groups apart.",
+        evidence=f"on {name_ranks(split.rank for split, _ in untold)}; rank {first.rank}: {each}"
+        + (f" and {more} more" if more > 0 else ""),
+    )
 
 
 def _about_missing(ranks: Sequence[RankSplit], missing: Sequence[int]) -> Iterator[Finding]:

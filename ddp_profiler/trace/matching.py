@@ -9,7 +9,7 @@ Where a pairing is not certain there is none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -165,6 +165,23 @@ def match(ranks: Sequence[RankSplit], notices: Notices) -> tuple[GroupMatch, ...
             if len(matched):
                 found.append(matched)
     return tuple(found)
+
+
+def only_of(found: GroupMatch, ranks: Collection[int]) -> GroupMatch:
+    """Returns what some of the ranks have, as if only they were given.
+
+    Args:
+        found: Collectives that belong together.
+        ranks: Those to keep.
+    """
+    columns = [place for place, rank in enumerate(found.ranks) if rank in ranks]
+    if len(columns) == len(found.ranks):
+        return found
+    return replace(
+        found,
+        ranks=tuple(found.ranks[place] for place in columns),
+        places=found.places[:, columns],
+    )
 
 
 # ----------------------------------------------------------------------------------------------

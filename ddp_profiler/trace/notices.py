@@ -61,6 +61,9 @@ _MESSAGES = {
         "CPU runs ahead, so it may belong to an earlier one."
     ),
     "outside_steps": "Work or collectives outside of all steps are only in the total.",
+    "absurd_elements": (
+        "Collectives claim more elements than any GPU holds: their sizes count as unknown."
+    ),
     "stretched_kernel": (
         "Kernels overlap the next one on their stream, or last longer than several steps: a stall, "
         "or a time that is broken. Look at them before you trust the figures."
@@ -81,8 +84,8 @@ _MESSAGES = {
         "have: their collectives were not compared."
     ),
     "group_not_named": (
-        "Collectives do not say which process group they are of: they were taken for those of "
-        "one group of all ranks."
+        "Collectives do not say which process group they are of: they count as those of one group "
+        "of all ranks only where their ends confirm it."
     ),
     "collectives_differ_in_kind": (
         "At the same place ranks have different collectives; these were not compared."
@@ -104,7 +107,11 @@ _MESSAGES = {
         "them and were not compared."
     ),
     "across_ranks_refused": "Ranks were not compared.",
-    "rank_not_aligned": "The clocks of ranks could not be tied to the others'.",
+    "rank_not_aligned": (
+        "The clocks of ranks could not be tied to the others': nothing is said of these ranks "
+        "beside their own figures."
+    ),
+    "group_not_confirmed": "Collectives that name no process group were not compared.",
     "clock_drift": "Clocks of ranks drift against the others'; that was taken out.",
     "ends_apart": (
         "Matched collectives end far apart on the ranks: a time is broken, or the pairing is "

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ddp_profiler.trace.across import AcrossRanks
+from ddp_profiler.trace.across import MOST_ELEMENTS, AcrossRanks
+from ddp_profiler.trace.columns import Ints
 from ddp_profiler.trace.kernels import KINDS, Collective
 from ddp_profiler.trace.model import RankTrace
 from ddp_profiler.trace.split import RankSplit
@@ -19,6 +20,19 @@ Floats = npt.NDArray[np.float64]
 _Channel = tuple[Collective, str | None, int]
 
 _LEAST_SHARE = 0.01
+
+# "dp", "mesh_dp_shard", "DATA_PARALLEL_GROUP_WITH_CP", "replicate"; but "TENSOR_AND_DATA_PARALLEL"
+# reduces other things as well.
+_DATA_PARALLEL = re.compile(
+    r"(?<![a-z])(dp|ddp|fsdp|hsdp|shard|replicate)(?![a-z])|data[_ -]?parallel", re.IGNORECASE
+)
+_MODEL_PARALLEL = re.compile(
+    r"(?<![a-z])(tp|pp|mp)(?![a-z])|tensor|pipeline|model[_ -]?parallel", re.IGNORECASE
+)
+_OTHER_PARALLEL = re.compile(
+    r"(?<![a-z])(ep|cp|sp)(?![a-z])|expert|context|sequence|embedding", re.IGNORECASE
+)
+_DEFAULT = re.compile(r"default_pg")
 _REDUCING = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 
 _TYPE_BYTES = {
@@ -99,7 +113,14 @@ def collective_bytes(split: RankSplit, place: int) -> int | None:
         int(split.collectives.dtype[place]),
     )
     each = type_bytes(split.trace.dtypes[dtype]) if dtype >= 0 else None
-    return elements * each if elements >= 0 and each is not None else None
+    return elements * each if 0 <= elements <= MOST_ELEMENTS and each is not None else None
+
+
+def known_elements(split: RankSplit) -> Ints:
+    """Returns elements of a rank's collectives; -1 where not said, or more than can be."""
+    elements = split.collectives.elements.astype(np.int64)
+    elements[elements > MOST_ELEMENTS] = -1
+    return elements
 
 
 def group_size(trace: RankTrace, number: int) -> int | None:
@@ -165,44 +186,120 @@ class Reductions:
     told_steps: bool
 
 
-def reductions(split: RankSplit) -> Reductions | None:
-    """Counts what a rank reduces in each step; None where it reduces nothing.
+@dataclass(frozen=True)
+class GroupVolume:
+    """What a rank reduces in one process group over the whole recording.
 
-    Counted is one kind (AllReduce or ReduceScatter) in one process group, with elements of
-    floating types where types are recorded: the group with the most ranks, then the kind and
-    group with the most elements. What has less than a hundredth of the most, such as a loss that
-    is averaged over all ranks, does not come into question. Other reductions, such as those of
-    shards between replicas, are of the same gradients.
+    Attributes:
+        kind: AllReduce or ReduceScatter.
+        group: The process group; None where not said.
+        number: Its place in the trace's groups; -1 where not said.
+        size: Number of its ranks; 0 where not said.
+        count: How many reductions of floating types.
+        elements: Their elements, of those whose size is known.
+    """
+
+    kind: Collective
+    group: str | None
+    number: int
+    size: int
+    count: int
+    elements: int
+
+
+def volumes(split: RankSplit) -> tuple[GroupVolume, ...]:
+    """Returns what a rank reduces, by kind and process group, of floating types where recorded.
 
     Args:
         split: The rank.
     """
     found, trace = split.collectives, split.trace
-    floating = np.array([is_floating(name) for name in trace.dtypes] + [True])[found.dtype]
-    candidates = []
+    floating, elements = _floating(split), known_elements(split)
+    result = []
     for kind in _REDUCING:
         of_kind = (found.kind == KINDS.index(kind)) & floating
         for group in np.unique(found.group[of_kind]).tolist():
             chosen = of_kind & (found.group == group)
-            elements = int(np.maximum(found.elements[chosen], 0).sum())
-            size = group_size(trace, group) or 0
-            candidates.append((size, elements, int(chosen.sum()), kind, group))
-    if not candidates:
+            result.append(
+                GroupVolume(
+                    kind=kind,
+                    group=trace.groups[group].label if group >= 0 else None,
+                    number=group,
+                    size=group_size(trace, group) or 0,
+                    count=int(chosen.sum()),
+                    elements=int(np.maximum(elements[chosen], 0).sum()),
+                )
+            )
+    return tuple(result)
+
+
+def of_gradients(split: RankSplit) -> GroupVolume | None:
+    """Returns which of a rank's reductions are those of gradients; None where that is not told.
+
+    These are the ones in groups whose name says that they are data-parallel. Without such a
+    name, those in the only group that reduces, if it is of all ranks: groups whose names say
+    something else, and those with less than a hundredth of the most elements, such as that of an
+    averaged loss, do not count. Of several the group with the most ranks is taken, then the kind
+    and group with the most elements; other reductions, such as those of shards between replicas,
+    are of the same gradients.
+
+    Args:
+        split: The rank.
+    """
+    found = volumes(split)
+    told = [one for one in found if one.group and _is_data_parallel(one.group)]
+    if not told:
+        told = [one for one in found if not (one.group and _is_other(one.group))]
+        told = _much(told)
+        if len({one.number for one in told}) != 1:
+            return None
+        (number,) = {one.number for one in told}
+        default = number >= 0 and _DEFAULT.search(told[0].group or "")
+        if number >= 0 and not default and told[0].size != split.trace.world_size:
+            return None
+    return max(_much(told), key=lambda one: (one.size, one.elements, one.count), default=None)
+
+
+def _much(found: Sequence[GroupVolume]) -> list[GroupVolume]:
+    most = max((one.elements for one in found), default=0)
+    return [one for one in found if one.elements >= _LEAST_SHARE * most]
+
+
+def _is_data_parallel(label: str) -> bool:
+    return bool(_DATA_PARALLEL.search(label)) and not _MODEL_PARALLEL.search(label)
+
+
+def _is_other(label: str) -> bool:
+    return bool(_MODEL_PARALLEL.search(label) or _OTHER_PARALLEL.search(label))
+
+
+def _floating(split: RankSplit) -> npt.NDArray[np.bool_]:
+    names = split.trace.dtypes
+    return np.array([is_floating(name) for name in names] + [True])[split.collectives.dtype]
+
+
+def reductions(split: RankSplit) -> Reductions | None:
+    """Counts the gradients that a rank reduces in each step; None where none are told.
+
+    Counted is one kind (AllReduce or ReduceScatter) in one process group, with elements of
+    floating types where types are recorded: see ``of_gradients``.
+
+    Args:
+        split: The rank.
+    """
+    found, trace = split.collectives, split.trace
+    one = of_gradients(split)
+    if one is None:
         return None
-    most = max(elements for _, elements, *_ in candidates)
-    *_, kind, group = max(
-        (one for one in candidates if one[1] >= _LEAST_SHARE * most), key=lambda one: one[:3]
-    )
-    chosen = (found.kind == KINDS.index(kind)) & floating & (found.group == group)
-    label = trace.groups[group].label if group >= 0 else None
-    types = sorted({trace.dtypes[one] for one in found.dtype[chosen].tolist() if one >= 0})
-    where = f"in group {label}" if label else "of an unnamed group"
+    chosen = (found.kind == KINDS.index(one.kind)) & _floating(split) & (found.group == one.number)
+    types = sorted({trace.dtypes[dtype] for dtype in found.dtype[chosen].tolist() if dtype >= 0})
+    where = f"in group {one.group}" if one.group else "of an unnamed group"
     return Reductions(
         rank=split.rank,
-        counted=f"{kind.value} of {' and '.join(types) or 'elements of unknown type'} {where}",
-        kind=kind,
-        group=label,
-        size=group_size(trace, group),
+        counted=f"{one.kind.value} of {' and '.join(types) or 'elements of unknown type'} {where}",
+        kind=one.kind,
+        group=one.group,
+        size=group_size(trace, one.number),
         steps=tuple(
             _step_reductions(split, place, np.flatnonzero(chosen & (found.step == place)).tolist())
             for place in range(len(split.steps))
@@ -214,7 +311,7 @@ def reductions(split: RankSplit) -> Reductions | None:
 
 def _step_reductions(split: RankSplit, place: int, chosen: Sequence[int]) -> StepReductions:
     step = split.steps[place].step
-    elements = [int(split.collectives.elements[one]) for one in chosen]
+    elements = known_elements(split)[chosen].tolist()
     sizes = [collective_bytes(split, one) for one in chosen]
     known = [size for size in sizes if size is not None]
     told = all(one >= 0 for one in elements)
@@ -292,7 +389,7 @@ def bandwidths(ranks: Sequence[RankSplit], across: AcrossRanks) -> tuple[Bandwid
         found = split.collectives
         lasted = found.end_ns - found.begin_ns
         each = np.array([type_bytes(name) or 0 for name in split.trace.dtypes] + [0], np.int64)
-        nbytes = np.maximum(found.elements, 0) * each[found.dtype]
+        nbytes = np.maximum(known_elements(split), 0) * each[found.dtype]
         for number in np.unique(found.group).tolist():
             size = group_size(split.trace, number)
             label = split.trace.groups[number].label if number >= 0 else None

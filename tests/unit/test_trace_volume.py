@@ -42,23 +42,96 @@ def test_mixed_types_and_unknown_sizes(tmp_path):
     assert (one.steps[0].count, one.steps[0].elements, one.steps[0].bytes) == (2, None, None)
 
 
-def test_sharded_gradients_are_those_of_the_largest_group(tmp_path):
+def test_sharded_gradients_are_those_of_the_largest_data_parallel_group(tmp_path):
     script = [
-        Call("AllGather", "1", (0, 1, 2), 900, "BFloat16"),
-        Call("ReduceScatter", "1", (0, 1, 2), 900, "BFloat16"),
-        Call("AllReduce", "2", (0, 3), 300, "BFloat16"),
+        Call("AllGather", "dp_shard", (0, 1, 2), 900, "BFloat16"),
+        Call("ReduceScatter", "dp_shard", (0, 1, 2), 900, "BFloat16"),
+        Call("AllReduce", "dp_replicate", (0, 3), 300, "BFloat16"),
     ]
     found = read(make_job(1, script=script), tmp_path)
     one = reductions(found.ranks[0])
-    assert (one.kind, one.group, one.size) == (Collective.REDUCE_SCATTER, "1 (pg1)", 3)
+    assert (one.kind, one.group, one.size) == (
+        Collective.REDUCE_SCATTER, "dp_shard (pgdp_shard)", 3,
+    )  # fmt: skip
     assert [(s.count, s.elements, s.bytes) for s in one.steps] == [(1, 900, 1800)] * 3
-    # Nor is it a loss that all ranks average, or an activation within a smaller group.
+    # Nor is it a loss that all ranks average, or an activation within another group.
     (tmp_path / "b").mkdir()
     script += [Call("AllReduce", "0", (0, 1, 2, 3), 1), Call("AllReduce", "5", (0, 1), 5000)]
     one = reductions(read(make_job(1, script=script), tmp_path / "b").ranks[0])
-    assert (one.kind, one.group) == (Collective.REDUCE_SCATTER, "1 (pg1)")
+    assert (one.kind, one.group) == (Collective.REDUCE_SCATTER, "dp_shard (pgdp_shard)")
     # Rank 3 has no larger one.
-    assert reductions(found.ranks[3]).group == "2 (pg2)"
+    assert reductions(found.ranks[3]).group == "dp_replicate (pgdp_replicate)"
+
+
+def parallel(dp, tp):
+    """A step of 4 ranks, 2 x 2: two micro-steps of activations, then the gradients."""
+    activations = [
+        Call("AllReduce", f"{tp}{place}", members, size)
+        for size in (100_000, 5000) * 2
+        for place, members in enumerate(((0, 1), (2, 3)))
+    ]
+    return activations + [
+        Call("AllReduce", f"{dp}{place}", members, 1000)
+        for place, members in enumerate(((0, 2), (1, 3)))
+    ]
+
+
+def by_id(found):
+    return {one.id: one for one in analyse(found).findings}
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp"),
+    [
+        ("DATA_PARALLEL_GROUP_", "TENSOR_MODEL_PARALLEL_GROUP_"), ("mesh_dp_", "x"), ("dp", "tp"),
+    ],
+)  # fmt: skip
+def test_activations_are_no_gradients(dp, tp, tmp_path):
+    found = read(make_job(1, script=parallel(dp, tp)), tmp_path)
+    one = reductions(found.ranks[0])
+    assert one.group == f"{dp}0 (pg{dp}0)"
+    assert [(s.count, s.elements, s.repeats) for s in one.steps] == [(1, 1000, 1)] * 3
+    assert not {"needless-reductions", "gradients-not-told"} & set(by_id(found))
+
+
+@pytest.mark.parametrize(("dp", "tp"), [("1", "2"), ("1", "TENSOR_AND_DATA_PARALLEL_")])
+def test_gradients_that_cannot_be_told_are_not_counted(dp, tp, tmp_path):
+    found = read(make_job(1, script=parallel(f"{dp}0", f"{tp}0")), tmp_path)
+    assert [reductions(split) for split in found.ranks] == [None] * 4
+    assert analyse(found).reductions == ()
+    findings = by_id(found)
+    assert "needless-reductions" not in findings
+    one = findings["gradients-not-told"]
+    assert one.severity == "info"
+    assert "on ranks 0-3; rank 0: " in one.evidence
+    assert f"{tp}00 (pg{tp}00): 12 of 630,000 elements" in one.evidence
+    assert f"{dp}00 (pg{dp}00): 3 of 3,000 elements" in one.evidence
+
+
+def test_tensor_parallel_groups_alone_have_no_gradients(tmp_path):
+    script = [Call("AllReduce", "tp", elements=size) for size in (10, 20)] * 4
+    found = read(make_job(1, script=script), tmp_path)
+    assert reductions(found.ranks[0]) is None
+    assert "needless-reductions" not in by_id(found)
+
+
+def test_sizes_that_cannot_be_count_as_unknown(tmp_path):
+    script = [Call(elements=2**62), Call(elements=2**62 + 5), Call("AllGather", elements=2**62)]
+    found = read(make_job(1, script=script, steps=5), tmp_path)
+    analysis = analyse(found)
+    assert [(s.count, s.elements, s.bytes) for s in analysis.reductions[0].steps] == [
+        (2, None, None)
+    ] * 5
+    assert analysis.bandwidths == ()
+    (warning,) = (one for one in analysis.across.warnings if one.code == "absurd_elements")
+    assert warning.count == 60
+    # One that can be is known beside them, also on a single rank.
+    (tmp_path / "b").mkdir()
+    job = make_job(1, script=[*script, Call(elements=1000)])
+    found = read(job, tmp_path / "b", leave_out=[1, 2, 3])
+    (rate,) = analyse(found).bandwidths
+    assert (rate.kind, rate.bytes) == (Collective.ALL_REDUCE, 3 * 4000)
+    assert {one.code for one in analyse(found).across.warnings} == {"absurd_elements"}
 
 
 @pytest.mark.parametrize(
@@ -82,12 +155,27 @@ def ids(found):
 
 
 def test_reducing_every_micro_step_is_a_finding(tmp_path):
-    script = [Call(elements=size) for size in (10, 20, 30)] * 2
+    script = [Call(elements=size) for size in (10, 20, 30)] * 3
     found = read(make_job(1, script=script), tmp_path)
     (one,) = (one for one in analyse(found).findings if one.id == "needless-reductions")
-    assert "the same 3 sizes 2 times over" in one.message
+    assert one.severity == "warning"
+    assert "the same 3 sizes 3 times over" in one.message
     assert "no_sync" in one.message
-    assert "6 in step 0, in all 3 complete steps of ranks 0-3" in one.evidence
+    assert "9 in step 0, in all 3 complete steps of ranks 0-3" in one.evidence
+
+
+@pytest.mark.parametrize(
+    ("times", "group", "world"), [(2, "0", 4), (3, None, 4)], ids=["two models", "no name"]
+)
+def test_what_other_things_may_do_is_a_possibility(times, group, world, tmp_path):
+    script = [Call(group=group, elements=size) for size in (10, 20, 30)] * times
+    found = read(make_job(1, script=script, world=world), tmp_path)
+    if group is None:
+        for split in found.ranks:
+            assert split.trace.groups == ()
+    one = by_id(found)["needless-reductions"]
+    assert one.severity == "info"
+    assert f"It may be {times} models of one kind" in one.message
 
 
 @pytest.mark.parametrize(
