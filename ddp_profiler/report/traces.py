@@ -113,6 +113,8 @@ def _parts_json(parts: Parts) -> Mapping[str, Any]:
         "memory_us": _us(parts.memory_ns),
         "exposed_memory_us": _us(parts.exposed_memory_ns),
         "idle_us": _us(parts.idle_ns),
+        "other_steps_us": _us(parts.other_steps_ns),
+        "outside_window_us": _us(parts.outside_window_ns),
         "overlap_fraction": parts.overlap_fraction,
         "comm_by_kind": [
             {

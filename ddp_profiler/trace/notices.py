@@ -61,6 +61,10 @@ _MESSAGES = {
         "CPU runs ahead, so it may belong to an earlier one."
     ),
     "outside_steps": "Work or collectives outside of all steps are only in the total.",
+    "steps_interleave": (
+        "GPU work of different steps runs at once or out of order. Time of a step's window in "
+        "which only others' work runs is not idle (other_steps_us)."
+    ),
     "stretched_kernel": (
         "Kernels overlap the next one on their stream, or last longer than several steps: a stall, "
         "or a time that is broken. Look at them before you trust the figures."
