@@ -67,7 +67,6 @@ def command(
         ddp-profiler trace traces/ --timeline timeline.json.gz
     """  # noqa: D301 (click needs the character itself)
     # Here, so that --help does not load what reading traces needs.
-    import json
     import os
 
     from ddp_profiler.report import console, traces
@@ -97,9 +96,9 @@ def command(
     # None where stdout is closed, as write_out then says.
     encoding = getattr(sys.stdout, "encoding", None)
     if as_json:
-        content = traces.as_json(found, analysis, written)
-        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-        write_out(ascii_json(text, encoding) + "\n")
+        # Piece by piece: there may be some hundred bytes for each collective.
+        for piece in traces.json_pieces(found, analysis, written):
+            write_out(ascii_json(piece, encoding))
     else:
         color = sys.stdout is not None and sys.stdout.isatty()
         write_out(
