@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
 import click
 
 from ddp_profiler.cli import ascii_json, write_out
+from ddp_profiler.errors import UsageError
 
 
 @click.command("trace")
@@ -76,6 +78,10 @@ def command(
     from ddp_profiler.trace.source import DEFAULT_LIMIT_BYTES
     from ddp_profiler.trace.timeline import check_target, write_timeline
 
+    if max_unpacked_gb is not None and not math.isfinite(max_unpacked_gb):
+        raise UsageError(
+            f"--max-unpacked-gb {max_unpacked_gb} is no size.", "Give a number of GB, such as 100."
+        )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if timeline is not None:
         check_target(timeline, paths)

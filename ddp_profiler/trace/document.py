@@ -167,6 +167,11 @@ class Document:
         except _CutError:
             self._cut()
             return
+        except RecursionError:
+            raise self._error(
+                f"has an event after byte {self.position:,} that is nested too deeply to be read",
+                "The file is damaged, or is no trace.",
+            ) from None
         self._after_root()
 
     # ------------------------------------------------------------------------------------------

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -198,6 +201,21 @@ _told_to_first: Any = None
 def _begin_process(told: Any) -> None:
     global _told_to_first
     _told_to_first = told
+    # Ctrl-C goes to all processes of a terminal; the first one ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Keeps Ctrl-C away while processes start, which inherit that: they would show a trace."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _read_in_process(place: int, file: Path, settings: _Settings) -> RankTrace | InputError:
@@ -222,10 +240,12 @@ def _read_in_processes(
     with ProcessPoolExecutor(
         workers, mp_context=context, initializer=_begin_process, initargs=(told,)
     ) as pool:
-        futures: list[Future[RankTrace | InputError]] = [
-            pool.submit(_read_in_process, place, file, settings) for place, file in enumerate(files)
-        ]
+        others = set(multiprocessing.active_children())
+        futures: list[Future[RankTrace | InputError]] = []
         try:
+            with _interrupts_held():
+                for place, file in enumerate(files):
+                    futures.append(pool.submit(_read_in_process, place, file, settings))
             pending = set(futures)
             while pending:
                 done, pending = wait(pending, timeout=_TOLD_EVERY_S, return_when=FIRST_EXCEPTION)
@@ -236,8 +256,15 @@ def _read_in_processes(
                         meter.tell(*told.get_nowait())
                     except queue.Empty:
                         break
+        except BrokenProcessPool as error:
+            raise InputError(
+                "A process that read traces was killed, perhaps because memory ran out.",
+                "Read fewer at once, such as with --jobs 1.",
+            ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
             raise
         return [future.result() for future in futures]
 

@@ -45,6 +45,10 @@ _MESSAGES = {
         "is unknown. Record GPU activities too, and look whether the backend is one that this "
         "tool knows."
     ),
+    "no_collectives": (
+        "The job has several ranks, but no kernel is known as a collective: communication is "
+        "unknown, not 0, and what there is of it counts as computation."
+    ),
     "single_process": (
         "World size 1: collectives move nothing, so communication and overlap do not apply."
     ),

@@ -354,7 +354,17 @@ def _communication_told(trace: RankTrace, collectives: Collectives, notices: Not
     if trace.distributed_calls:
         notices.add("collectives_without_kernels", trace.distributed_calls)
         return False
-    return len(trace.gpu) > 0
+    if not len(trace.gpu):
+        return False
+    if trace.world_size is None:
+        # Nothing speaks of other ranks. Where the CPU is recorded, it would have.
+        return trace.launches.begin_ns.size > 0
+    alike = [name for name in trace.names if kernels.looks_like_collective(name)]
+    shown = ", ".join(name.partition("(")[0][:60] for name in alike[:3])
+    notices.add(
+        "no_collectives", 1, f"By their names, these may be some: {shown}." if alike else ""
+    )
+    return False
 
 
 def _flag_stretched(trace: RankTrace, windows: Sequence[tuple[int, int]], notices: Notices) -> None:

@@ -144,6 +144,17 @@ def test_mend_changes_nothing_it_need_not():
 # ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("lenient", [False, True])
+@pytest.mark.parametrize("key", ["a", "args"])
+@pytest.mark.parametrize("end", ["]}", ", {}]}"])
+def test_deep_nesting_is_an_error(lenient, key, end, tmp_path):
+    path = tmp_path / "t.json"
+    deep = "[" * 200_000 + "]" * 200_000
+    path.write_text('{"traceEvents": [{"ph": "X"}, {"%s": {"x": %s}}%s' % (key, deep, end))  # noqa: UP031
+    with pytest.raises(InputError, match=r"nested too deeply"):
+        read_trace(path, lenient=lenient)
+
+
 def test_an_empty_file(tmp_path):
     path = tmp_path / "t.json.gz"
     for data in (b"", gzip.compress(b"")):

@@ -4,6 +4,8 @@ import gzip
 import io
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from decimal import Decimal
@@ -237,7 +239,15 @@ def test_unusable_input_exits_with_3(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--rank", "-1", "x"], ["--jobs", "0", "x"], ["--max-unpacked-gb", "0", "x"]]
+    "arguments",
+    [
+        [],
+        ["--rank", "-1", "x"],
+        ["--jobs", "0", "x"],
+        ["--max-unpacked-gb", "0", "x"],
+        ["--max-unpacked-gb", "nan", "x"],
+        ["--max-unpacked-gb", "inf", "x"],
+    ],
 )
 def test_wrong_usage_exits_with_2(arguments, capfd):
     code, out, err = call(capfd, *arguments)
@@ -261,6 +271,35 @@ def test_lenient_and_limits_reach_the_reader(tmp_path, capfd):
     code, out, _ = call(capfd, path, "--lenient", "--json")
     assert code == 0
     assert "repaired_cut" in {warning["code"] for warning in json.loads(out)["warnings"]}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_interrupted_while_others_read(tmp_path):
+    paths = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    for path in paths:
+        os.mkfifo(path)
+    code = (
+        "import sys\n"
+        "from ddp_profiler import cli\n"
+        "from ddp_profiler.trace import gather\n"
+        "gather._PARALLEL_FROM_BYTES = 0\n"
+        "cli.main(sys.argv[1:])\n"
+    )
+    running = subprocess.Popen(
+        [sys.executable, "-c", code, "trace", *map(str, paths), "--jobs", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    # Opening waits until the process that reads has got there.
+    writers = [path.open("wb", buffering=0) for path in paths]
+    os.killpg(running.pid, signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    for writer in writers:
+        writer.close()
+    assert (running.returncode, out) == (130, "")
+    assert "Traceback" not in err
 
 
 class Clock:

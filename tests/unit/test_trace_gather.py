@@ -1,5 +1,9 @@
 """Several ranks: whose trace it is, and whether the files belong together."""
 
+import multiprocessing
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -55,6 +59,28 @@ def test_parallel_is_the_same_as_serial(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"broken\.json is cut") as caught:
         read_ranks([folder], jobs=2)
     assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_process_that_is_killed_is_an_error_of_two_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(gather, "_PARALLEL_FROM_BYTES", 0)
+    paths = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    for path in paths:
+        os.mkfifo(path)
+    before = set(multiprocessing.active_children())
+
+    def kill():
+        # Opening waits until the process that reads has got there.
+        with paths[0].open("wb"), paths[1].open("wb"):
+            victim = next(iter(set(multiprocessing.active_children()) - before))
+            os.kill(victim.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(InputError, match="was killed") as caught:
+        read_ranks(paths, jobs=2)
+    killer.join()
+    assert "--jobs 1" in caught.value.remedy
 
 
 def test_json_that_is_no_trace_is_passed_in_folders_only(tmp_path):

@@ -125,6 +125,23 @@ def test_random_steps_match_counting(seed, tmp_path):
         assert getattr(found.total, name) == sum(getattr(s.parts, name) for s in found.steps)
 
 
+def test_communication_is_unknown_where_no_kernel_is_known(tmp_path):
+    made = Recording(world_size=8)
+    for place in range(20):
+        made.kernel(place * 100, 50)
+        made.kernel(place * 100 + 50, 40, "my_lib_allreduce_sum(float*)")
+    found = parts_of(made, tmp_path)
+    assert (found.total.comm_ns, found.total.overlap_ns) == (None, None)
+    assert codes(found)["no_collectives"] == 1
+    (text,) = [one.message for one in found.warnings if one.code == "no_collectives"]
+    assert "my_lib_allreduce_sum." in text
+    # Of a job that nothing says to have other ranks it is unknown too, unless the CPU would say.
+    made.world_size = None
+    assert parts_of(made, tmp_path).total.comm_ns is None
+    made.launch(0)
+    assert parts_of(made, tmp_path).total.comm_ns == 0
+
+
 # ----------------------------------------------------------------------------------------------
 # Which step work belongs to
 
@@ -161,6 +178,7 @@ def prefetching(steps=4):
         made.step(step, step * 100, 100)
         made.copy(1000 + step * 1000 - 700, 50, launched=step * 100 + 1, stream=9)
         made.kernel(1000 + step * 1000, 950, launched=step * 100 + 50)
+        made.comm(1100 + step * 1000, 100, launched=step * 100 + 60)
     return made
 
 
@@ -319,7 +337,7 @@ def test_kernels_without_a_period_have_no_steps(tmp_path):
         made.kernel(place * 100, 10, name)
     found = parts_of(made, tmp_path)
     assert (found.step_source, found.steps) == (StepSource.NONE, ())
-    assert set(codes(found)) == {"steps_not_annotated", "no_steps"}
+    assert set(codes(found)) == {"steps_not_annotated", "no_steps", "no_collectives"}
     assert found.total.compute_ns == 180
 
 
@@ -343,7 +361,7 @@ def test_lost_kernels_mark_a_step(step, name, tmp_path):
     marked = [s.step.number for s in found.steps if s.step.incomplete]
     assert marked == [step], name
     assert "3 kernels were launched" in found.steps[step].step.incomplete
-    assert codes(found) == {"incomplete_step": 1}
+    assert codes(found) == {"incomplete_step": 1, "no_collectives": 1}
 
 
 def test_fewer_work_or_a_short_annotation_mark_a_step(tmp_path):
