@@ -426,6 +426,7 @@ class Document:
         self._at += begin
         text = text[begin:]
         for end in _array_ends(text):
+            self._refuse_hole(self.position, text[:end])
             mended = repair.mend(text[:end])
             if mended is None:
                 continue
@@ -452,6 +453,7 @@ class Document:
                 continue
             if repair.holds_another_trace(event):
                 raise self._another(self.position + begin)
+            self._refuse_hole(self.position + begin, event)
             if not self._lenient:
                 raise self._cause(self.position + begin, event)
             mended = repair.mend(event)
@@ -490,6 +492,17 @@ class Document:
             "several processes wrote into one file",
             "Let each rank export to a file of its own, such as one with the rank in its name.",
         )
+
+    def _refuse_hole(self, position: int, event: bytes) -> None:
+        """Refuses text with a lost block in it: how many events that held nobody knows."""
+        found = repair.hole(event)
+        if found is not None:
+            raise self._error(
+                f"has a hole of {found[1]:,} zero bytes at byte {position + found[0]:,}: "
+                "a part of the file was lost",
+                "Copy or export it again; what was lost cannot be counted, so --lenient does not "
+                "help.",
+            )
 
     def _cause(self, position: int, event: bytes) -> InputError:
         mended = repair.mend(event)

@@ -30,12 +30,14 @@ _MESSAGES = {
     "dropped_unreadable_time": "Events whose time is no number were left out.",
     "sync_rows_ignored": "Rows of waiting on the GPU (cuda_sync) were left out: they are no work.",
     # Repaired, only where the user asked for it.
-    "repaired_control_byte": "Control bytes within names were replaced by blanks.",
+    "repaired_control_byte": "Control bytes within names were replaced.",
     "repaired_encoding": "Bytes that are not UTF-8 were replaced.",
     "repaired_backslash": "Lone backslashes were doubled.",
     "repaired_quote": "Bare quotes within names were escaped.",
     "repaired_number": "NaN and Infinity, which JSON does not have, became null.",
-    "dropped_unreadable": "Events that could not be repaired were left out.",
+    "dropped_unreadable": (
+        "Places that could not be repaired were left out, each with one event or more."
+    ),
     "repaired_cut": "The file is cut: the events before its end were used.",
     "ignored_trailing": "What follows the end of the trace in the file was left out.",
     # What the figures rest on.

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import zlib
 
 import pytest
@@ -117,6 +118,38 @@ def test_an_event_beyond_repair_is_left_out_and_counted(sound, tmp_path):
     assert same(found, read_trace(good))
 
 
+@pytest.mark.parametrize("lenient", [False, True])
+@pytest.mark.parametrize("at", [0.1, 0.25, 0.5, 0.75, 0.9])
+def test_a_hole_of_zero_bytes_is_refused(lenient, at, sound, tmp_path):
+    path = tmp_path / "t.json"
+    begin, size = int(len(sound) * at), 700
+    path.write_bytes(sound[:begin] + b"\0" * size + sound[begin + size :])
+    with pytest.raises(InputError) as caught:
+        read_trace(path, lenient=lenient)
+    assert f"has a hole of 700 zero bytes at byte {begin:,}:" in caught.value.message
+
+
+def test_control_bytes_outside_of_names_are_not_repaired(sound, tmp_path):
+    path = tmp_path / "t.json"
+    # With blanks there it would be an event without a duration, which is no work.
+    begin, end = next(re.finditer(rb', "dur": [\d.]+', sound)).span()
+    path.write_bytes(sound[:begin] + b"\x01" * (end - begin) + sound[end:])
+    assert counts(read_trace(path, lenient=True)) == {"dropped_unreadable": 1}
+
+
+def test_a_name_never_takes_in_what_follows_it(tmp_path):
+    made = Recording()
+    for place in range(4):
+        made.kernel(place * 100, 10, f"kernel{place}")
+    text = made.text()
+    begin, end = text.index(b"kernel1") + 4, text.index(b"ts", text.index(b"kernel1"))
+    path = tmp_path / "t.json"
+    path.write_bytes(text[:begin] + text[end:])
+    found = read_trace(path, lenient=True)
+    assert counts(found) == {"dropped_unreadable": 1}
+    assert found.names == ("kernel0", "kernel2", "kernel3")
+
+
 def test_sound_names_are_never_changed(tmp_path):
     names = ['say \\"hi\\"', "C:\\\\x", "a\\u00e9\\ud83d\\ude00", '},{\\"ph\\": \\"X\\"', "\u6f22"]
     made = Recording()
@@ -137,7 +170,7 @@ def test_mend_changes_nothing_it_need_not():
     event = b'{"ph": "X", "name": "a \\" b", "args": {"s": "x \x07 y", "n": "p \\\\ q"}}'
     mended = repair.mend(event)
     assert mended is not None
-    assert mended.text == event.replace(b"\x07", b" ")
+    assert mended.text == event.replace(b"\x07", "\ufffd".encode())
     assert (mended.repairs, mended.position) == ({"repaired_control_byte": 1}, event.index(b"\x07"))
 
 
