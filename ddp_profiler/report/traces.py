@@ -24,6 +24,7 @@ from ddp_profiler.trace.timeline import Timeline
 
 WIDTH = 80
 _STEPS_SHOWN = 8
+_RANKS_SHOWN = 32
 _FIRST_SHOWN = 4
 _LAST_SHOWN = 2
 _SHARES_SHOWN = 12
@@ -183,6 +184,9 @@ def render(
     for line in _heading(found):
         console.print(Text(units.printable(line)))
     console.print(_steps_table(found))
+    if len(found.ranks) > _RANKS_SHOWN:
+        more = len(found.ranks) - _RANKS_SHOWN
+        console.print(Text(f"({more} more ranks are not shown here and below; --json has all)"))
     shares = _shares_table(found)
     if shares is not None:
         console.print(shares)
@@ -211,8 +215,14 @@ def _heading(found: TraceSet) -> list[str]:
         f"{ranks[0].upper()}{ranks[1:]}{of}{backend}; steps from {' and '.join(sources)}; "
         "times in ms."
     ]
-    if any(not rank.on_gpu for rank in found.ranks):
+    on_cpu = [rank for rank in found.ranks if not rank.on_gpu]
+    if any(len(rank.trace.gpu) == 0 for rank in on_cpu):
         lines.append("Communication runs on the CPU: what it overlaps with is not in the trace.")
+    elif on_cpu:
+        lines.append(
+            "Communication runs on the CPU; overlap is with the GPU's kernels. Idle is time in "
+            "which neither runs."
+        )
     return lines
 
 
@@ -243,7 +253,7 @@ def _steps_table(found: TraceSet) -> Table:
     ]
     table = _table(*columns)
     apart = any(len(rank.steps) > 1 for rank in found.ranks)
-    for rank in found.ranks:
+    for rank in found.ranks[:_RANKS_SHOWN]:
         label = [str(rank.rank)] if several else []
         for step in _shown(rank.steps):
             name = "..." if step is None else f"{step.step.number}{_mark(step)}"
@@ -285,7 +295,7 @@ def _cells(parts: Parts) -> list[str]:
 
 def _shares_table(found: TraceSet) -> Table | None:
     rows: list[tuple[RankSplit, CommShare]] = [
-        (rank, share) for rank in found.ranks for share in rank.total.by_kind
+        (rank, share) for rank in found.ranks[:_RANKS_SHOWN] for share in rank.total.by_kind
     ]
     if not rows:
         return None

@@ -27,6 +27,13 @@ from ddp_profiler.trace.source import DEFAULT_LIMIT_BYTES
 from ddp_profiler.trace.split import RankSplit, split
 
 _SUFFIXES = (".json", ".json.gz")
+_IMPOSSIBLE = (
+    "dropped_zero_time",
+    "dropped_negative_duration",
+    "dropped_absurd_duration",
+    "dropped_absurd_time",
+    "dropped_unreadable_time",
+)
 _APART_NS = 3_600 * 10**9
 _PARALLEL_FROM_BYTES = 8 << 20
 _TOLD_EVERY_S = 0.2
@@ -276,6 +283,14 @@ def _read_in_processes(
 def _refuse_nothing(trace: RankTrace) -> None:
     if len(trace.gpu) or len(trace.host_collectives):
         return
+    dropped = [one for one in trace.warnings if one.code in _IMPOSSIBLE]
+    if dropped:
+        number = sum(one.count for one in dropped)
+        raise InputError(
+            f"{trace.path} holds no GPU work or collectives with usable times: {number:,} rows "
+            f"were left out, the first reason: {dropped[0].message}",
+            "Record and export it again; a profiler or clock that is broken writes such times.",
+        )
     raise InputError(
         f"{trace.path} holds neither GPU work nor collectives of gloo: there is nothing to split.",
         "Record with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",

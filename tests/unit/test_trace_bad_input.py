@@ -132,7 +132,7 @@ def test_a_hole_of_zero_bytes_is_refused(lenient, at, sound, tmp_path):
 def test_control_bytes_outside_of_names_are_not_repaired(sound, tmp_path):
     path = tmp_path / "t.json"
     # With blanks there it would be an event without a duration, which is no work.
-    begin, end = next(re.finditer(rb', "dur": [\d.]+', sound)).span()
+    begin, end = next(re.finditer(rb',\s*"dur": [\d.]+', sound)).span()
     path.write_bytes(sound[:begin] + b"\x01" * (end - begin) + sound[end:])
     assert counts(read_trace(path, lenient=True)) == {"dropped_unreadable": 1}
 
@@ -148,6 +148,19 @@ def test_a_name_never_takes_in_what_follows_it(tmp_path):
     found = read_trace(path, lenient=True)
     assert counts(found) == {"dropped_unreadable": 1}
     assert found.names == ("kernel0", "kernel2", "kernel3")
+
+
+def test_bytes_of_packed_files_are_of_the_unpacked_text(sound, tmp_path):
+    broken = sound.replace(NAME.encode(), b'a "b"', 1)
+    messages = []
+    for name, data in (("t.json", broken), ("t.json.gz", gzip.compress(broken))):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(InputError) as caught:
+            read_trace(tmp_path / name)
+        messages.append(caught.value.message.replace("t.json.gz", "t.json"))
+    plain, packed = messages
+    byte = plain.partition("at byte ")[2].partition(":")[0]
+    assert packed == plain.replace(f"byte {byte}", f"byte {byte} of the unpacked text")
 
 
 def test_sound_names_are_never_changed(tmp_path):

@@ -18,6 +18,7 @@ from ddp_profiler.report import progress as progress_module
 from ddp_profiler.report import traces
 from ddp_profiler.report.exact import pieces, us
 from ddp_profiler.report.progress import ReadingProgress
+from ddp_profiler.trace.analysis import analyse
 from ddp_profiler.trace.gather import read_ranks
 
 from .kineto import ALL_REDUCE, Recording, training
@@ -206,6 +207,35 @@ def test_the_timeline_is_written_and_told(tmp_path, capfd):
     assert found["timeline"]["file"].endswith("b.json")
     assert found["clock_offsets_us"]["1"] == 3000
     assert found["findings"]
+
+
+def test_communication_on_the_cpu_beside_a_gpu(tmp_path):
+    made = Recording(backend="gloo")
+    made.step(0, 0, 1000)
+    made.kernel(100, 300, launched=50)
+    made.event("cpu_op", "gloo:all_reduce", 300, 200, tid=9)
+    made.write(tmp_path / "t.json")
+    found = read_ranks([tmp_path])
+    text = traces.render(found, analyse(found)).replace("\n", " ")
+    assert (found.ranks[0].total.overlap_ns, found.ranks[0].total.idle_ns) == (100, 600)
+    assert "is not in the trace" not in text
+    assert "overlap is with the GPU's kernels" in text
+    assert "do nothing, and no collective runs on the CPU, for 60" in " ".join(text.split())
+    made.events = [event for event in made.events if event["cat"] != "kernel"]
+    made.write(tmp_path / "t.json")
+    assert "is not in the trace" in traces.render(read_ranks([tmp_path]))
+
+
+def test_many_ranks_are_not_all_shown(tmp_path):
+    for rank in range(35):
+        made = Recording(rank=rank, world_size=35)
+        made.comm(0, 100)
+        made.write(tmp_path / f"{rank}.json")
+    text = traces.render(read_ranks([tmp_path]))
+    assert "(3 more ranks are not shown here and below; --json has all)" in text
+    ranks = {line.split()[0] for line in text.splitlines() if line.strip()}
+    assert "31" in ranks
+    assert "32" not in ranks
 
 
 def test_many_steps_are_not_all_shown(tmp_path):

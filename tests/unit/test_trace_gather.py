@@ -96,6 +96,15 @@ def test_json_that_is_no_trace_is_passed_in_folders_only(tmp_path):
         read_ranks([folder])
 
 
+@pytest.mark.parametrize("text", ["[1, 2]", "[]", '["a", {}]'.replace("{}", "[]")])
+def test_a_list_of_something_else_is_no_trace(text, tmp_path):
+    folder = folder_of(tmp_path)
+    (folder / "more.json").write_text(text)
+    assert codes(read_ranks([folder]))["not_a_trace"] == 1
+    with pytest.raises(InputError, match="a JSON list, but not of events"):
+        read_ranks([folder / "more.json"])
+
+
 def test_a_folder_without_traces(tmp_path):
     with pytest.raises(InputError, match=r"holds no \*\.json"):
         read_ranks([tmp_path])
@@ -221,6 +230,16 @@ def test_recordings_of_other_steps(tmp_path):
     paths[1].write_text(text.replace("ProfilerStep#", "ProfilerStep#5"))
     with pytest.raises(InputError, match="have no step in common"):
         read_ranks(paths)
+
+
+def test_a_trace_without_a_usable_time_says_so(tmp_path):
+    made = Recording()
+    made.kernel(0, 10)
+    for event in made.events:
+        event["ts"] = 0
+    path = made.write(tmp_path / "t.json")
+    with pytest.raises(InputError, match=r"no GPU work .* usable times: 1 rows .* at time 0"):
+        read_ranks([path])
 
 
 def test_a_trace_of_nothing(tmp_path):
