@@ -265,8 +265,9 @@ def _read_in_processes(
                         break
         except BrokenProcessPool as error:
             raise InputError(
-                "A process that read traces was killed, perhaps because memory ran out.",
-                "Read fewer at once, such as with --jobs 1.",
+                "A process that read traces ended before it was done: it was killed, perhaps "
+                "because memory ran out, or could not start.",
+                "Read one at a time, with --jobs 1.",
             ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
