@@ -68,8 +68,8 @@ _MESSAGES = {
     ),
     "outside_steps": "Work or collectives outside of all steps are only in the total.",
     "steps_interleave": (
-        "GPU work of different steps runs at once or out of order. Time of a step's window in "
-        "which only others' work runs is not idle (other_steps_us)."
+        "GPU work of other steps, or of none, runs within steps' windows, or steps' own outside "
+        "of them. Time of a window in which only others' work runs is not idle (other_steps_us)."
     ),
     "stretched_kernel": (
         "Kernels overlap the next one on their stream, or last longer than several steps: a stall, "
