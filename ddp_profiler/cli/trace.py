@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,10 @@ def command(
     from ddp_profiler.trace.source import DEFAULT_LIMIT_BYTES
     from ddp_profiler.trace.timeline import check_target, write_timeline
 
+    if max_unpacked_gb is not None and not math.isfinite(max_unpacked_gb):
+        raise UsageError(
+            f"--max-unpacked-gb {max_unpacked_gb} is no size.", "Give a number of GB, such as 100."
+        )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if timeline is not None:
         check_target(timeline, paths)
@@ -118,7 +123,7 @@ def command(
     if timeline is not None:
         written = write_timeline(timeline, found.ranks, analysis.across)
     _show(
-        lambda: traces.as_json(found, analysis, written),
+        lambda: traces.json_pieces(found, analysis, written),
         lambda color: traces.render(found, analysis, written, color=color),
         out,
         {"": (found, analysis)},
@@ -157,7 +162,7 @@ def _show_run(
     if timeline is not None:
         written = write_timeline(timeline, run.levels[0].found.ranks, analyses[0].across)
     _show(
-        lambda: report.as_json(run, analyses, written),
+        lambda: [_dumped(report.as_json(run, analyses, written))],
         lambda color: report.render(run, analyses, written, color=color),
         out,
         {
@@ -168,8 +173,14 @@ def _show_run(
     )
 
 
+def _dumped(value: Mapping[str, Any]) -> str:
+    import json
+
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def _show(
-    content: Callable[[], Mapping[str, Any]],
+    content: Callable[[], Iterable[str]],
     render: Callable[[bool], str],
     out: Path | None,
     pictures: Mapping[str, Any],
@@ -179,28 +190,26 @@ def _show(
     """Prints the table or the JSON, and writes both with pictures where that is asked for.
 
     Args:
-        content: Makes what the JSON holds.
+        content: Makes the JSON, in pieces.
         render: Makes the table, with or without colour.
         out: Folder for all of it; None for none.
         pictures: What is drawn, as for ``trace_folder.write_folder``.
         as_json: Whether JSON is printed, and nothing else.
     """
-    import json
-
     from ddp_profiler.report import console
 
     # None where stdout is closed, as write_out then says.
     encoding = getattr(sys.stdout, "encoding", None)
     files = []
-    text = ""
-    if as_json or out is not None:
-        text = json.dumps(content(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     if out is not None:
         from ddp_profiler.report.trace_folder import write_folder
 
-        files = write_folder(out, ascii_json(text, "ascii"), render(False), pictures)
+        text = "".join(ascii_json(piece, "ascii") for piece in content())
+        files = write_folder(out, text, render(False), pictures)
     if as_json:
-        write_out(ascii_json(text, encoding))
+        # Piece by piece: there may be some hundred bytes for each collective.
+        for piece in content():
+            write_out(ascii_json(piece, encoding))
         return
     table = render(sys.stdout is not None and sys.stdout.isatty())
     lines = [units.printable(f"  {path}") + "\n" for path in files]

@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from ddp_profiler import units
+from ddp_profiler.report.exact import us
 from ddp_profiler.trace.across import AcrossRanks, Meetings, Waiting
 from ddp_profiler.trace.analysis import TraceAnalysis
 from ddp_profiler.trace.gather import TraceSet
@@ -31,14 +32,17 @@ _RATES_SHOWN = 8
 def as_json(
     found: TraceSet, analysis: TraceAnalysis, timeline: Timeline | None = None
 ) -> dict[str, Any]:
-    """Returns the part of ``trace --json`` that is of all ranks together; times in us."""
+    """Returns the part of ``trace --json`` that is of all ranks together; times in us.
+
+    ``collectives`` is an iterator, as there may be many.
+    """
     across = analysis.across
     clocks = across.clocks
     told = clocks is not None and not clocks.refused
     return {
-        "collectives": list(_collectives(found, across)),
+        "collectives": iter(_collectives(found, across)),
         "clock_offsets_us": {
-            str(rank): ns / 1000 for rank, ns in (clocks.offset_ns if clocks else {}).items()
+            str(rank): us(ns) for rank, ns in (clocks.offset_ns if clocks else {}).items()
         }
         if told
         else None,
@@ -48,8 +52,8 @@ def as_json(
         "clock_reference_rank": {str(rank): ref for rank, ref in clocks.reference.items()}
         if clocks is not None and told
         else None,
-        "clock_residual_us": _us(clocks.most_ns if clocks else None),
-        "clock_residual_typical_us": _us(clocks.typical_ns if clocks else None),
+        "clock_residual_us": us(clocks.most_ns if clocks else None),
+        "clock_residual_typical_us": us(clocks.typical_ns if clocks else None),
         "clock_collectives": clocks.num_collectives if clocks else 0,
         "across_ranks": {
             "refused_reason": across.refused or None,
@@ -62,9 +66,9 @@ def as_json(
                     "collectives": one.joined,
                     "last": one.last,
                     "last_fraction": one.last / one.joined if one.joined else None,
-                    "lag_us": _us(one.lag_ns),
-                    "behind_first_us": _us(one.behind_ns),
-                    "caused_us": _us(one.caused_ns),
+                    "lag_us": us(one.lag_ns),
+                    "behind_first_us": us(one.behind_ns),
+                    "caused_us": us(one.caused_ns),
                     "steps": one.steps,
                     "steps_worst": one.steps_worst,
                     "steps_worst_fraction": one.steps_worst / one.steps if one.steps else None,
@@ -126,7 +130,7 @@ def as_json(
             "file": str(timeline.path),
             "events": timeline.events,
             "left_out_collectives": timeline.left_out,
-            "closed_gaps_us": _us(timeline.closed_gap_ns),
+            "closed_gaps_us": us(timeline.closed_gap_ns),
             "zero_ns": str(timeline.zero_ns),
         },
     }
@@ -147,11 +151,11 @@ def _rank(split: RankSplit, across: AcrossRanks) -> Mapping[str, Any]:
 
 def _waiting(found: Waiting | None) -> Mapping[str, Any]:
     return {
-        "wait_us": _us(found.wait_ns if found else None),
-        "transfer_us": _us(found.transfer_ns if found else None),
-        "exposed_wait_us": _us(found.exposed_wait_ns if found else None),
-        "exposed_transfer_us": _us(found.exposed_transfer_ns if found else None),
-        "exposed_untold_us": _us(found.exposed_untold_ns if found else None),
+        "wait_us": us(found.wait_ns if found else None),
+        "transfer_us": us(found.transfer_ns if found else None),
+        "exposed_wait_us": us(found.exposed_wait_ns if found else None),
+        "exposed_transfer_us": us(found.exposed_transfer_ns if found else None),
+        "exposed_untold_us": us(found.exposed_untold_ns if found else None),
     }
 
 
@@ -175,14 +179,15 @@ def _collectives(found: TraceSet, across: AcrossRanks) -> Iterable[Mapping[str, 
             )
             yield {
                 **_described(split, place),
-                "begin_us": begin / 1000,
+                "begin_us": us(begin),
+                "begin_us_by_rank": {str(split.rank): us(begin)},
                 "transfer_us": None,
                 "wait_us_by_rank": None,
                 "last_rank": None,
                 "lag_us": None,
                 "last_is_clear": None,
                 "matched": False,
-                "duration_us_by_rank": {str(split.rank): (end - begin) / 1000},
+                "duration_us_by_rank": {str(split.rank): us(end - begin)},
                 "busbw_gb_per_s": None,
                 "own_busbw_gb_per_s": transfer_rate(split, place, end - begin),
             }
@@ -203,13 +208,24 @@ def _matched(
         ],
         axis=1,
     )
+    begins = np.stack(
+        [
+            split.collectives.begin_ns[found.places[:, column]]
+            for column, split in enumerate(splits)
+        ],
+        axis=1,
+    )
     for row in range(len(found)):
         place = int(found.places[row, 0])
         told = meetings is not None and bool(meetings.told[row])
         begin_ns = int(first.collectives.begin_ns[place])
         result: dict[str, Any] = {
             **_described(first, place),
-            "begin_us": begin_ns / 1000,
+            "begin_us": us(begin_ns),
+            "begin_us_by_rank": {
+                str(rank): us(ns)
+                for rank, ns in zip(found.ranks, begins[row].tolist(), strict=True)
+            },
             "transfer_us": None,
             "wait_us_by_rank": None,
             "last_rank": None,
@@ -217,7 +233,7 @@ def _matched(
             "last_is_clear": None,
             "matched": True,
             "duration_us_by_rank": {
-                str(rank): ns / 1000
+                str(rank): us(ns)
                 for rank, ns in zip(found.ranks, lasted[row].tolist(), strict=True)
             },
             "busbw_gb_per_s": None,
@@ -230,14 +246,18 @@ def _matched(
             meets = bool(meetings.meets[row])
             transfer_ns = int(meetings.transfer_ns[row])
             result |= {
-                "begin_us": (int(meetings.begin_ns[row, last]) + zero_ns) / 1000,
-                "transfer_us": transfer_ns / 1000,
+                "begin_us": us(int(meetings.begin_ns[row, last]) + zero_ns),
+                "begin_us_by_rank": {
+                    str(rank): us(ns + zero_ns)
+                    for rank, ns in zip(found.ranks, meetings.begin_ns[row].tolist(), strict=True)
+                },
+                "transfer_us": us(transfer_ns),
                 "wait_us_by_rank": {
-                    str(rank): ns / 1000
+                    str(rank): us(ns)
                     for rank, ns in zip(found.ranks, meetings.wait_ns[row].tolist(), strict=True)
                 },
                 "last_rank": found.ranks[last] if meets else None,
-                "lag_us": int(meetings.lag_ns[row]) / 1000 if meets else None,
+                "lag_us": us(int(meetings.lag_ns[row])) if meets else None,
                 "last_is_clear": bool(meetings.clear[row]) if meets else None,
                 "busbw_gb_per_s": transfer_rate(first, place, transfer_ns) if meets else None,
             }
@@ -246,9 +266,8 @@ def _matched(
 
 def _described(split: RankSplit, place: int) -> Mapping[str, Any]:
     found, trace = split.collectives, split.trace
-    elements, dtype, group, step = (
-        int(column[place]) for column in (found.elements, found.dtype, found.group, found.step)
-    )
+    columns = (found.elements, found.dtype, found.group, found.step, found.stream)
+    elements, dtype, group, step, stream = (int(column[place]) for column in columns)
     return {
         "kind": KINDS[int(found.kind[place])].value,
         "index": int(found.index[place]),
@@ -257,12 +276,9 @@ def _described(split: RankSplit, place: int) -> Mapping[str, Any]:
         "bytes": collective_bytes(split, place),
         "group": trace.groups[group].label if group >= 0 else None,
         "group_size": group_size(trace, group),
+        "stream": stream if stream >= 0 else None,
         "step": split.steps[step].step.number if step >= 0 else None,
     }
-
-
-def _us(ns: float | None) -> float | None:
-    return None if ns is None else ns / 1000
 
 
 # ----------------------------------------------------------------------------------------------

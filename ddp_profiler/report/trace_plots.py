@@ -24,6 +24,7 @@ _STYLES: dict[str, tuple[str, str]] = {
     "exposed communication": ("#D55E00", "///"),
     "communication": ("#D55E00", "///"),
     "exposed memory": ("#CC79A7", "...."),
+    "other steps' work": ("#999999", "--"),
     "idle": ("#FFFFFF", ""),
     "rest": ("#FFFFFF", ""),
 }
@@ -106,8 +107,13 @@ def _parts_ms(rank: RankSplit, analysis: TraceAnalysis) -> Mapping[str, float]:
         "compute": mean_ms([one.compute_ns for one in parts]),
         **exposed,
         "exposed memory": mean_ms([one.exposed_memory_ns for one in parts]),
+        "other steps' work": mean_ms([one.other_steps_ns for one in parts]),
         "idle": mean_ms([one.idle_ns for one in parts]),
     }
+
+
+def _ms(time_ns: int | None) -> float:
+    return 0.0 if time_ns is None else time_ns / 1e6
 
 
 def waiting(found: TraceSet, analysis: TraceAnalysis) -> Figure | None:
@@ -117,13 +123,15 @@ def waiting(found: TraceSet, analysis: TraceAnalysis) -> Figure | None:
     """
     late = {one.rank: one for one in analysis.across.lateness}
     totals = analysis.across.waiting_total
-    ranks = sorted(rank for rank in totals if rank in late)[:_RANKS_SHOWN]
+    # A rank whose clock did not fit has no known waiting.
+    known = (rank for rank in totals if rank in late and totals[rank].wait_ns is not None)
+    ranks = sorted(known)[:_RANKS_SHOWN]
     if not ranks:
         return None
     figure = _figure(_width(len(ranks)), 4.0)
     axes = figure.add_subplot()
     for shift, name, color, hatch, heights in (
-        (-0.2, "waited", "#E69F00", "\\\\", [totals[rank].wait_ns / 1e6 for rank in ranks]),
+        (-0.2, "waited", "#E69F00", "\\\\", [_ms(totals[rank].wait_ns) for rank in ranks]),
         (0.2, "others waited", "#0072B2", "", [late[rank].caused_ns / 1e6 for rank in ranks]),
     ):
         axes.bar(

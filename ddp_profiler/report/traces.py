@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from rich import box
 from rich.console import Console
@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ddp_profiler import units
+from ddp_profiler.report import exact
 from ddp_profiler.report import ranks as together
-from ddp_profiler.trace import kernels
+from ddp_profiler.report.exact import us
 from ddp_profiler.trace.analysis import TraceAnalysis
 from ddp_profiler.trace.gather import TraceSet
 from ddp_profiler.trace.notices import TraceWarning, merged
@@ -23,6 +24,7 @@ from ddp_profiler.trace.timeline import Timeline
 
 WIDTH = 80
 _STEPS_SHOWN = 8
+_RANKS_SHOWN = 32
 _FIRST_SHOWN = 4
 _LAST_SHOWN = 2
 _SHARES_SHOWN = 12
@@ -50,8 +52,28 @@ def as_json(
         analysis: What they tell together; left out where it is None.
         timeline: What was written for Perfetto.
     """
+    return cast(dict[str, Any], exact.whole(_content(found, analysis, timeline)))
+
+
+def json_pieces(
+    found: TraceSet, analysis: TraceAnalysis, timeline: Timeline | None = None
+) -> Iterator[str]:
+    """Yields the text of ``trace --json`` as it is made: times have all their digits.
+
+    Args:
+        found: The ranks.
+        analysis: What they tell together.
+        timeline: What was written for Perfetto.
+    """
+    yield from exact.pieces(_content(found, analysis, timeline))
+    yield "\n"
+
+
+def _content(
+    found: TraceSet, analysis: TraceAnalysis | None, timeline: Timeline | None
+) -> dict[str, Any]:
     return {
-        "ranks": [_rank_json(rank) for rank in found.ranks],
+        "ranks": (_rank_json(rank) for rank in found.ranks),
         "world_size": found.world_size,
         **(together.as_json(found, analysis, timeline) if analysis else {}),
         "warnings": [
@@ -79,9 +101,8 @@ def _rank_json(rank: RankSplit) -> dict[str, Any]:
         "base_time_ns": rank.trace.base_time_ns,
         "step_source": rank.step_source.value,
         "comm_source": "gpu" if rank.on_gpu else "cpu",
-        "steps": [_step_json(step) for step in rank.steps],
+        "steps": (_step_json(step) for step in rank.steps),
         "total": _parts_json(rank.total),
-        "collectives": list(_collectives_json(rank)),
         "warnings": [
             {"code": warning.code, "message": warning.message, "count": warning.count}
             for warning in rank.warnings
@@ -93,26 +114,28 @@ def _step_json(found: StepParts) -> Mapping[str, Any]:
     step = found.step
     return {
         "step": step.number,
-        "begin_us": _us(step.begin_ns),
-        "step_us": _us(step.end_ns - step.begin_ns),
+        "begin_us": us(step.begin_ns),
+        "step_us": us(step.end_ns - step.begin_ns),
         "complete": not step.incomplete,
         "incomplete_reason": step.incomplete or None,
-        "window_begin_us": _us(found.window_begin_ns),
+        "window_begin_us": us(found.window_begin_ns),
         **_parts_json(found.parts),
     }
 
 
 def _parts_json(parts: Parts) -> Mapping[str, Any]:
     return {
-        "window_us": _us(parts.window_ns),
-        "compute_us": _us(parts.compute_ns),
-        "comm_us": _us(parts.comm_ns),
-        "comm_sum_us": _us(parts.comm_sum_ns),
-        "overlap_us": _us(parts.overlap_ns),
-        "exposed_comm_us": _us(parts.exposed_comm_ns),
-        "memory_us": _us(parts.memory_ns),
-        "exposed_memory_us": _us(parts.exposed_memory_ns),
-        "idle_us": _us(parts.idle_ns),
+        "window_us": us(parts.window_ns),
+        "compute_us": us(parts.compute_ns),
+        "comm_us": us(parts.comm_ns),
+        "comm_sum_us": us(parts.comm_sum_ns),
+        "overlap_us": us(parts.overlap_ns),
+        "exposed_comm_us": us(parts.exposed_comm_ns),
+        "memory_us": us(parts.memory_ns),
+        "exposed_memory_us": us(parts.exposed_memory_ns),
+        "idle_us": us(parts.idle_ns),
+        "other_steps_us": us(parts.other_steps_ns),
+        "outside_window_us": us(parts.outside_window_ns),
         "overlap_fraction": parts.overlap_fraction,
         "comm_by_kind": [
             {
@@ -120,45 +143,13 @@ def _parts_json(parts: Parts) -> Mapping[str, Any]:
                 "group": share.group,
                 "count": share.count,
                 "elements": share.elements,
-                "comm_us": _us(share.comm_ns),
-                "sum_us": _us(share.sum_ns),
-                "exposed_us": _us(share.exposed_ns),
+                "comm_us": us(share.comm_ns),
+                "sum_us": us(share.sum_ns),
+                "exposed_us": us(share.exposed_ns),
             }
             for share in parts.by_kind
         ],
     }
-
-
-def _collectives_json(rank: RankSplit) -> Iterable[Mapping[str, Any]]:
-    found, trace = rank.collectives, rank.trace
-    columns = (
-        found.kind,
-        found.index,
-        found.elements,
-        found.dtype,
-        found.group,
-        found.stream,
-        found.step,
-        found.begin_ns,
-        found.end_ns,
-    )
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    for kind, index, elements, dtype, group, stream, step, begin, end in rows:
-        yield {
-            "kind": kernels.KINDS[kind].value,
-            "index": index,
-            "elements": elements if elements >= 0 else None,
-            "dtype": trace.dtypes[dtype] if dtype >= 0 else None,
-            "group": trace.groups[group].label if group >= 0 else None,
-            "stream": stream if stream >= 0 else None,
-            "step": rank.steps[step].step.number if step >= 0 else None,
-            "begin_us": _us(begin),
-            "duration_us": _us(end - begin),
-        }
-
-
-def _us(ns: int | None) -> float | None:
-    return None if ns is None else ns / 1000
 
 
 # ----------------------------------------------------------------------------------------------
@@ -193,6 +184,9 @@ def render(
     for line in _heading(found):
         console.print(Text(units.printable(line)))
     console.print(_steps_table(found))
+    if len(found.ranks) > _RANKS_SHOWN:
+        more = len(found.ranks) - _RANKS_SHOWN
+        console.print(Text(f"({more} more ranks are not shown here and below; --json has all)"))
     shares = _shares_table(found)
     if shares is not None:
         console.print(shares)
@@ -221,8 +215,14 @@ def _heading(found: TraceSet) -> list[str]:
         f"{ranks[0].upper()}{ranks[1:]}{of}{backend}; steps from {' and '.join(sources)}; "
         "times in ms."
     ]
-    if any(not rank.on_gpu for rank in found.ranks):
+    on_cpu = [rank for rank in found.ranks if not rank.on_gpu]
+    if any(len(rank.trace.gpu) == 0 for rank in on_cpu):
         lines.append("Communication runs on the CPU: what it overlaps with is not in the trace.")
+    elif on_cpu:
+        lines.append(
+            "Communication runs on the CPU; overlap is with the GPU's kernels. Idle is time in "
+            "which neither runs."
+        )
     return lines
 
 
@@ -253,7 +253,7 @@ def _steps_table(found: TraceSet) -> Table:
     ]
     table = _table(*columns)
     apart = any(len(rank.steps) > 1 for rank in found.ranks)
-    for rank in found.ranks:
+    for rank in found.ranks[:_RANKS_SHOWN]:
         label = [str(rank.rank)] if several else []
         for step in _shown(rank.steps):
             name = "..." if step is None else f"{step.step.number}{_mark(step)}"
@@ -295,7 +295,7 @@ def _cells(parts: Parts) -> list[str]:
 
 def _shares_table(found: TraceSet) -> Table | None:
     rows: list[tuple[RankSplit, CommShare]] = [
-        (rank, share) for rank in found.ranks for share in rank.total.by_kind
+        (rank, share) for rank in found.ranks[:_RANKS_SHOWN] for share in rank.total.by_kind
     ]
     if not rows:
         return None

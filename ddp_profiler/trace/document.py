@@ -101,6 +101,7 @@ class Document:
         decode: Takes each array of events.
         notices: Counts repairs.
         lenient: Repair what is safe instead of refusing it.
+        unpacked: Whether the file is compressed, so that bytes are not those of the file.
 
     Attributes:
         metadata: The text of the values beside the events, by key; empty for a list.
@@ -117,7 +118,9 @@ class Document:
         notices: Notices,
         *,
         lenient: bool = False,
+        unpacked: bool = False,
     ) -> None:
+        self._unpacked = unpacked
         self._pieces = pieces
         self._name = name
         self._decode = decode
@@ -167,6 +170,12 @@ class Document:
         except _CutError:
             self._cut()
             return
+        except RecursionError:
+            raise self._error(
+                f"has an event after {self._byte(self.position)} that is nested too deeply to "
+                "be read",
+                "The file is damaged, or is no trace.",
+            ) from None
         self._after_root()
 
     # ------------------------------------------------------------------------------------------
@@ -319,13 +328,13 @@ class Document:
             return
         if following in (b"{", b"["):
             raise self._error(
-                f"holds a second trace from byte {self.position:,} on: "
+                f"holds a second trace from {self._byte(self.position)} on: "
                 "several processes wrote into one file",
                 "Let each rank export to a file of its own, such as one with the rank in its name.",
             )
         if not self._lenient:
             raise self._error(
-                f"goes on after its end, from byte {self.position:,} on",
+                f"goes on after its end, from {self._byte(self.position)} on",
                 "Export it again; --lenient leaves the rest out.",
             )
         self._notices.add("ignored_trailing")
@@ -390,7 +399,7 @@ class Document:
                 return self._mend()
             if held > MAX_EVENT_BYTES:
                 raise self._error(
-                    f"has an event at byte {self.position:,} that is longer than "
+                    f"has an event at {self._byte(self.position)} that is longer than "
                     f"{MAX_EVENT_BYTES >> 20} MiB",
                     "The file is damaged, or is no trace.",
                 )
@@ -421,6 +430,7 @@ class Document:
         self._at += begin
         text = text[begin:]
         for end in _array_ends(text):
+            self._refuse_hole(self.position, text[:end])
             mended = repair.mend(text[:end])
             if mended is None:
                 continue
@@ -447,6 +457,7 @@ class Document:
                 continue
             if repair.holds_another_trace(event):
                 raise self._another(self.position + begin)
+            self._refuse_hole(self.position + begin, event)
             if not self._lenient:
                 raise self._cause(self.position + begin, event)
             mended = repair.mend(event)
@@ -474,28 +485,39 @@ class Document:
         if not self._lenient:
             size = self._before + len(self._text)
             raise self._error(
-                f"is cut: it ends at byte {size:,} in the middle of the trace",
+                f"is cut: it ends at {self._byte(size)} in the middle of the trace",
                 "Export it again, the job may have been killed; --lenient uses what is there.",
             )
         self._notices.add("repaired_cut")
 
     def _another(self, position: int) -> InputError:
         return self._error(
-            f"has another trace within its events, near byte {position:,}: "
+            f"has another trace within its events, near {self._byte(position)}: "
             "several processes wrote into one file",
             "Let each rank export to a file of its own, such as one with the rank in its name.",
         )
+
+    def _refuse_hole(self, position: int, event: bytes) -> None:
+        """Refuses text with a lost block in it: how many events that held nobody knows."""
+        found = repair.hole(event)
+        if found is not None:
+            raise self._error(
+                f"has a hole of {found[1]:,} zero bytes at {self._byte(position + found[0])}: "
+                "a part of the file was lost",
+                "Copy or export it again; what was lost cannot be counted, so --lenient does not "
+                "help.",
+            )
 
     def _cause(self, position: int, event: bytes) -> InputError:
         mended = repair.mend(event)
         if mended is None:
             return self._error(
-                f"has an event at byte {position:,} that is no JSON: {_shown(event)}",
+                f"has an event at {self._byte(position)} that is no JSON: {_shown(event)}",
                 "Export it again; --lenient leaves out what cannot be repaired, and counts it.",
             )
         cause = repair.CAUSES[next(iter(mended.repairs))]
         return self._error(
-            f"is no JSON at byte {position + mended.position:,}: {cause}: "
+            f"is no JSON at {self._byte(position + mended.position)}: {cause}: "
             f"{_shown(event[max(0, mended.position - 20) :])}",
             "Read it with --lenient, which repairs this and counts it, or export it again.",
         )
@@ -503,9 +525,12 @@ class Document:
     def _broken(self, what: str) -> InputError:
         text = self._text[self._at :]
         return self._error(
-            f"is no JSON at byte {self.position:,}: {what}: {_shown(text)}",
+            f"is no JSON at {self._byte(self.position)}: {what}: {_shown(text)}",
             "Export the trace again.",
         )
+
+    def _byte(self, position: int) -> str:
+        return f"byte {position:,}{' of the unpacked text' if self._unpacked else ''}"
 
     def _error(self, what: str, remedy: str) -> InputError:
         return InputError(f"{self._name} {what}.", remedy)

@@ -245,10 +245,13 @@ def _about_idle(
                 "time. Larger micro-batches, CUDA graphs, torch.compile or more loader workers "
                 "may help."
             )
+    # Collectives on the CPU are in exposed communication, so they are not in idling.
+    on_cpu = any(not split.on_gpu for split in ranks if split.rank in shares)
+    besides = ", and no collective runs on the CPU," if on_cpu else ""
     yield Finding(
         id="gpu-idle",
         severity="warning",
-        message=f"GPUs do nothing for {units.percent(mean)} of the time.{why}",
+        message=f"GPUs do nothing{besides} for {units.percent(mean)} of the time.{why}",
         evidence=evidence,
     )
 

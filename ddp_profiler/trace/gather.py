@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +27,13 @@ from ddp_profiler.trace.source import DEFAULT_LIMIT_BYTES
 from ddp_profiler.trace.split import RankSplit, split
 
 _SUFFIXES = (".json", ".json.gz")
+_IMPOSSIBLE = (
+    "dropped_zero_time",
+    "dropped_negative_duration",
+    "dropped_absurd_duration",
+    "dropped_absurd_time",
+    "dropped_unreadable_time",
+)
 _APART_NS = 3_600 * 10**9
 _PARALLEL_FROM_BYTES = 8 << 20
 _TOLD_EVERY_S = 0.2
@@ -206,6 +216,21 @@ _told_to_first: Any = None
 def _begin_process(told: Any) -> None:
     global _told_to_first
     _told_to_first = told
+    # Ctrl-C goes to all processes of a terminal; the first one ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Keeps Ctrl-C away while processes start, which inherit that: they would show a trace."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _read_in_process(place: int, file: Path, settings: _Settings) -> RankTrace | InputError:
@@ -230,10 +255,12 @@ def _read_in_processes(
     with ProcessPoolExecutor(
         workers, mp_context=context, initializer=_begin_process, initargs=(told,)
     ) as pool:
-        futures: list[Future[RankTrace | InputError]] = [
-            pool.submit(_read_in_process, place, file, settings) for place, file in enumerate(files)
-        ]
+        others = set(multiprocessing.active_children())
+        futures: list[Future[RankTrace | InputError]] = []
         try:
+            with _interrupts_held():
+                for place, file in enumerate(files):
+                    futures.append(pool.submit(_read_in_process, place, file, settings))
             pending = set(futures)
             while pending:
                 done, pending = wait(pending, timeout=_TOLD_EVERY_S, return_when=FIRST_EXCEPTION)
@@ -244,8 +271,16 @@ def _read_in_processes(
                         meter.tell(*told.get_nowait())
                     except queue.Empty:
                         break
+        except BrokenProcessPool as error:
+            raise InputError(
+                "A process that read traces ended before it was done: it was killed, perhaps "
+                "because memory ran out, or could not start.",
+                "Read one at a time, with --jobs 1.",
+            ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
             raise
         return [future.result() for future in futures]
 
@@ -257,6 +292,14 @@ def _read_in_processes(
 def _refuse_nothing(trace: RankTrace) -> None:
     if len(trace.gpu) or len(trace.host_collectives):
         return
+    dropped = [one for one in trace.warnings if one.code in _IMPOSSIBLE]
+    if dropped:
+        number = sum(one.count for one in dropped)
+        raise InputError(
+            f"{trace.path} holds no GPU work or collectives with usable times: {number:,} rows "
+            f"were left out, the first reason: {dropped[0].message}",
+            "Record and export it again; a profiler or clock that is broken writes such times.",
+        )
     raise InputError(
         f"{trace.path} holds neither GPU work nor collectives of gloo: there is nothing to split.",
         "Record with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",

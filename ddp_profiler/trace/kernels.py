@@ -82,16 +82,24 @@ _LIBRARY = re.compile(
     r"|(?:one|two)_?shot_?all_?reduce|all_?reduce_(?:one|two)_?shot"
     r"|multimem_(?:\w*_)?(?:all_?reduce|all_?gather|reduce_?scatter)"
     r"|all_?reduce_fusion_kernel"
+    r"|aiter::\w*(?:all_?reduce|all_?gather|reduce_?scatter)"
+    r"|quickreduce::"
+    r"|userbuffers_"
     r"|deep_?ep::.*(?:dispatch|combine)"
     r"|^(?:void )?nvshmem"
 )
 
+_ALIKE = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all")
+
 # The first that is found counts, so the longer names come first.
 _KINDS = (
-    (re.compile(r"reduce_?scatter"), Collective.REDUCE_SCATTER),
-    (re.compile(r"all_?gather"), Collective.ALL_GATHER),
+    (re.compile(r"reduce_?scatter|userbuffers_\w*_rs(?:_|\b)"), Collective.REDUCE_SCATTER),
+    (re.compile(r"all_?gather|userbuffers_\w*_ag(?:_|\b)"), Collective.ALL_GATHER),
     (re.compile(r"all_?to_?all|a2a|dispatch|combine"), Collective.ALL_TO_ALL),
-    (re.compile(r"all_?reduce|cross_device_reduce"), Collective.ALL_REDUCE),
+    (
+        re.compile(r"all_?reduce|cross_device_reduce|userbuffers_\w*sum_inplace"),
+        Collective.ALL_REDUCE,
+    ),
     (re.compile(r"send|recv|p2p"), Collective.SEND_RECV),
     (re.compile(r"broadcast|bcast"), Collective.BROADCAST),
     (re.compile(r"barrier"), Collective.BARRIER),
@@ -174,6 +182,16 @@ def kind(name: str) -> Collective:
         if pattern.search(lower):
             return collective
     return Collective.UNKNOWN
+
+
+def looks_like_collective(name: str) -> bool:
+    """Returns whether a kernel that is not known as a collective is named like one.
+
+    >>> looks_like_collective("my_lib_allreduce_sum"), looks_like_collective("gemm")
+    (True, False)
+    """
+    found = _HEAD.match(name.lower())
+    return found is not None and _ALIKE.search(found[0]) is not None
 
 
 @lru_cache(maxsize=4096)

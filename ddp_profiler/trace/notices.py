@@ -30,12 +30,14 @@ _MESSAGES = {
     "dropped_unreadable_time": "Events whose time is no number were left out.",
     "sync_rows_ignored": "Rows of waiting on the GPU (cuda_sync) were left out: they are no work.",
     # Repaired, only where the user asked for it.
-    "repaired_control_byte": "Control bytes within names were replaced by blanks.",
+    "repaired_control_byte": "Control bytes within names were replaced.",
     "repaired_encoding": "Bytes that are not UTF-8 were replaced.",
     "repaired_backslash": "Lone backslashes were doubled.",
     "repaired_quote": "Bare quotes within names were escaped.",
     "repaired_number": "NaN and Infinity, which JSON does not have, became null.",
-    "dropped_unreadable": "Events that could not be repaired were left out.",
+    "dropped_unreadable": (
+        "Places that could not be repaired were left out, each with one event or more."
+    ),
     "repaired_cut": "The file is cut: the events before its end were used.",
     "ignored_trailing": "What follows the end of the trace in the file was left out.",
     # What the figures rest on.
@@ -44,6 +46,10 @@ _MESSAGES = {
         "Collectives were handed over, but the trace holds no kernel of theirs: communication "
         "is unknown. Record GPU activities too, and look whether the backend is one that this "
         "tool knows."
+    ),
+    "no_collectives": (
+        "The job has several ranks, but no kernel is known as a collective: communication is "
+        "unknown, not 0, and what there is of it counts as computation."
     ),
     "single_process": (
         "World size 1: collectives move nothing, so communication and overlap do not apply."
@@ -61,6 +67,10 @@ _MESSAGES = {
         "CPU runs ahead, so it may belong to an earlier one."
     ),
     "outside_steps": "Work or collectives outside of all steps are only in the total.",
+    "steps_interleave": (
+        "GPU work of other steps, or of none, runs within steps' windows, or steps' own outside "
+        "of them. Time of a window in which only others' work runs is not idle (other_steps_us)."
+    ),
     "absurd_elements": (
         "Collectives claim more elements than any GPU holds: their sizes count as unknown."
     ),

@@ -375,7 +375,8 @@ def _use_of_operator(name: str) -> int:
 
 def _launch_code(name: str) -> int:
     """Returns 2 for a call that launches kernels, 1 for one that copies or sets, else 0."""
-    if not kernels.launches(name):
+    # A host function is put into a stream, but runs on the CPU.
+    if not kernels.launches(name) or "hostfunc" in name.lower():
         return 0
     return 2 if "launch" in name.lower() else 1
 
@@ -523,7 +524,9 @@ def read_trace(
     collector = _Collector(notices)
     source = Source(path, limit_bytes=limit_bytes, progress=progress)
     pieces = iter(source)
-    document = Document(pieces, str(path), collector, notices, lenient=lenient)
+    document = Document(
+        pieces, str(path), collector, notices, lenient=lenient, unpacked=source.compressed
+    )
     try:
         document.read()
     except InputError as error:
@@ -538,6 +541,11 @@ def read_trace(
             raise InputError(f"{path} is cut before its first event.", "Export it again.")
         raise NoTraceError(
             f"{path} is JSON, but holds no traceEvents.",
+            "Give a trace that torch.profiler exported, as .json or .json.gz.",
+        )
+    if document.is_list and not collector.num_events:
+        raise NoTraceError(
+            f"{path} is a JSON list, but not of events.",
             "Give a trace that torch.profiler exported, as .json or .json.gz.",
         )
     _refuse_several_processes(path, collector)
@@ -680,8 +688,8 @@ def _distributed_info(text: bytes | None) -> tuple[int | None, int | None, str |
         return None, None, None
     rank, world_size, backend = (given.get(name) for name in ("rank", "world_size", "backend"))
     return (
-        rank if isinstance(rank, int) and rank >= 0 else None,
-        world_size if isinstance(world_size, int) and world_size > 0 else None,
+        rank if type(rank) is int and rank >= 0 else None,
+        world_size if type(world_size) is int and world_size > 0 else None,
         backend if isinstance(backend, str) else None,
     )
 

@@ -18,6 +18,10 @@ _KEYS = rb'"(?:ph|name|cat|ts|pid|tid|args|dur|id|s|bp)"\s*:'
 _NEXT_EVENT = re.compile(rb"\}\s*,(?=\s*\{\s*" + _KEYS + rb")")
 
 _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
+# What file systems put where they lost a block, or where it was never written.
+_HOLE = re.compile(rb"\x00{16,}")
+# No blank: outside of strings that would be JSON, and what stood there would be lost unseen.
+_REPLACED = "\ufffd".encode()
 _BACKSLASH = re.compile(rb'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\')
 _SURROGATE = re.compile(
     rb"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\[^u])"
@@ -31,6 +35,7 @@ _STRING = re.compile(
 )
 _LONGEST_MENDED = 1 << 17
 _BARE_QUOTE = re.compile(rb'(\\.)|"', re.DOTALL)
+_SWALLOWED = re.compile(rb'\b(?:ph|name|cat|ts|pid|tid|args|dur)"\s*:')
 _LINE_BREAKS = re.compile(rb"[\n\r\t]")
 _ANOTHER_TRACE = re.compile(rb'"(?:schemaVersion|traceEvents|deviceProperties)"\s*:')
 
@@ -81,6 +86,12 @@ def holds_another_trace(text: bytes) -> bool:
     return _ANOTHER_TRACE.search(text) is not None
 
 
+def hole(text: bytes) -> tuple[int, int] | None:
+    """Returns place and length of a run of zero bytes, as a lost block leaves; None for none."""
+    found = _HOLE.search(text)
+    return (found.start(), found.end() - found.start()) if found else None
+
+
 def mend(event: bytes) -> Mended | None:
     """Returns an event repaired; None where it cannot be, or where it is not clear how.
 
@@ -111,10 +122,10 @@ def mend(event: bytes) -> Mended | None:
 
 def _mend_control(text: bytes) -> tuple[bytes, int, int]:
     found = _CONTROL.search(text)
-    changed, count = _CONTROL.subn(b" ", text)
+    changed, count = _CONTROL.subn(_REPLACED, text)
     position = found.start() if found else -1
     if not reads(changed):
-        # A line break or tab within a string. Outside of strings a blank does no harm.
+        # A line break or tab within a string. Outside of strings these are blanks anyway.
         in_strings = [
             (inner.start(2) + place.start())
             for inner in _STRING.finditer(changed)
@@ -186,6 +197,10 @@ def _mend_quotes(text: bytes) -> tuple[bytes, int, int]:
     places: list[int] = []
 
     def escape(found: re.Match[bytes]) -> bytes:
+        if _SWALLOWED.search(found[2]):
+            # Text is missing: the string would take in what stood behind its lost end.
+            return found[0]
+
         def quote(inner: re.Match[bytes]) -> bytes:
             if inner[1]:
                 return inner[1]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ddp_profiler.trace import kernels
 from ddp_profiler.trace.columns import Ints
-from ddp_profiler.trace.intervals import Cover
+from ddp_profiler.trace.intervals import Cover, CoverBefore
 from ddp_profiler.trace.kernels import Collective, Work
 from ddp_profiler.trace.model import RankTrace
 from ddp_profiler.trace.notices import Notices, TraceWarning
@@ -26,6 +26,7 @@ _LONGER_THAN_STEPS = 3
 _LONG_NS = 1_000_000
 _ENOUGH_WORK = 8
 _ENOUGH_STEPS = 3
+_MUCH_OF_OTHERS = 0.01
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ class CommShare:
 class Parts:
     """Where the time of a step, or of the whole recording, went.
 
-    window = compute + exposed_comm + exposed_memory + idle.
+    window + outside_window = compute + exposed_comm + exposed_memory + other_steps + idle.
 
     Attributes:
-        window_ns: From the step's begin, or the end of earlier steps' GPU work if that is
-            later, to the end of the step or of its GPU work, whichever is later.
+        window_ns: From the step's begin, or the end of the window before if that is later, to
+            the end of the step or of its GPU work, whichever is later. Windows do not overlap.
         compute_ns: Union of the times of kernels that are not communication; None where the
             trace has no GPU work.
         comm_ns: Union of the times of collectives; None where it does not apply or is unknown.
@@ -69,9 +70,13 @@ class Parts:
         exposed_comm_ns: comm - overlap.
         memory_ns: Union of the times of copies and sets.
         exposed_memory_ns: The part of it in which neither of the others runs.
-        idle_ns: Time of the window in which the GPU does nothing for this step.
+        idle_ns: Time of the window in which the GPU does nothing, for whatever step.
         overlap_fraction: overlap / comm; None where there is no communication.
         by_kind: Communication by kind and process group, the longest first.
+        other_steps_ns: Time of the window in which only work of other steps, or of none, runs; of
+            the whole recording 0.
+        outside_window_ns: Time in which work of this step runs outside of its window, such as
+            a copy for it while the step before still runs; of the whole recording 0.
     """
 
     window_ns: int
@@ -85,6 +90,8 @@ class Parts:
     idle_ns: int | None
     overlap_fraction: float | None
     by_kind: tuple[CommShare, ...]
+    other_steps_ns: int | None = 0
+    outside_window_ns: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -243,20 +250,35 @@ def split(trace: RankTrace, rank: int) -> RankSplit:
     told = _communication_told(trace, collectives, notices)
     windows = _windows(trace, steps)
     _flag_stretched(trace, windows, notices)
+    summed = _Sum()
+    busy = CoverBefore(np.array(windows, np.int64).ravel())
+    for block in _blocks(trace, collectives, on_gpu):
+        summed.add(block)
+        busy.add(block.begin_ns, block.end_ns)
+    begin, end = _whole(trace, collectives, windows)
+    total = _parts(trace, summed, end - begin, told)
     parts = []
+    busy_in = np.diff(busy.covered_ns.reshape(-1, 2)).ravel().tolist()
     work_of = _by_step(steps.of_work, len(steps.steps))
     comm_of = _by_step(collectives.step, len(steps.steps))
     for place, step in enumerate(steps.steps):
+        block = _block(trace, collectives, on_gpu, work_of[place], comm_of[place])
         summed = _Sum()
-        summed.add(_block(trace, collectives, on_gpu, work_of[place], comm_of[place]))
-        window = windows[place]
-        found = _parts(trace, summed, window[1] - window[0], told)
-        parts.append(StepParts(step, window[0], found))
-    summed = _Sum()
-    for block in _blocks(trace, collectives, on_gpu):
         summed.add(block)
-    begin, end = _whole(trace, collectives, windows)
-    total = _parts(trace, summed, end - begin, told)
+        window = windows[place]
+        own = CoverBefore(np.array(window, np.int64))
+        own.add(block.begin_ns, block.end_ns)
+        own_in = int(own.covered_ns[1] - own.covered_ns[0])
+        found = _parts(trace, summed, window[1] - window[0], told)
+        if found.idle_ns is not None:
+            found = replace(
+                found,
+                idle_ns=found.window_ns - busy_in[place],
+                other_steps_ns=busy_in[place] - own_in,
+                outside_window_ns=summed.everything.covered_ns - own_in,
+            )
+        parts.append(StepParts(step, window[0], found))
+    _note_others(parts, notices)
     return RankSplit(
         rank=rank,
         trace=trace,
@@ -332,7 +354,17 @@ def _communication_told(trace: RankTrace, collectives: Collectives, notices: Not
     if trace.distributed_calls:
         notices.add("collectives_without_kernels", trace.distributed_calls)
         return False
-    return len(trace.gpu) > 0
+    if not len(trace.gpu):
+        return False
+    if trace.world_size is None:
+        # Nothing speaks of other ranks. Where the CPU is recorded, it would have.
+        return trace.launches.begin_ns.size > 0
+    alike = [name for name in trace.names if kernels.looks_like_collective(name)]
+    shown = ", ".join(name.partition("(")[0][:60] for name in alike[:3])
+    notices.add(
+        "no_collectives", 1, f"By their names, these may be some: {shown}." if alike else ""
+    )
+    return False
 
 
 def _flag_stretched(trace: RankTrace, windows: Sequence[tuple[int, int]], notices: Notices) -> None:
@@ -376,18 +408,33 @@ def _flag_stretched(trace: RankTrace, windows: Sequence[tuple[int, int]], notice
 
 
 def _windows(trace: RankTrace, steps: Steps) -> list[tuple[int, int]]:
-    """Returns begin and end of each step's window on the GPU."""
-    windows = []
-    reached = 0
+    """Returns begin and end of each step's window on the GPU; none overlaps another."""
+    windows: list[tuple[int, int]] = []
     order = _by_step(steps.of_work, len(steps.steps))
     for step, places in zip(steps.steps, order, strict=True):
-        begin, end = max(step.begin_ns, reached), step.end_ns
+        begin, end = step.begin_ns, step.end_ns
         if places.size:
             begin = min(begin, int(trace.gpu.begin_ns[places].min()))
-            reached = max(reached, int(trace.gpu.end_ns[places].max()))
-            end = max(end, reached)
+            end = max(end, int(trace.gpu.end_ns[places].max()))
+        if windows:
+            # What runs for it earlier, such as a copy on another stream, does not open it.
+            begin = max(begin, windows[-1][1])
         windows.append((begin, max(begin, end)))
     return windows
+
+
+def _note_others(parts: Sequence[StepParts], notices: Notices) -> None:
+    """Says so where the parts of the table do not add up to the windows."""
+    window_ns = sum(one.parts.window_ns for one in parts)
+    other_ns = sum(one.parts.other_steps_ns or 0 for one in parts)
+    outside_ns = sum(one.parts.outside_window_ns or 0 for one in parts)
+    if max(other_ns, outside_ns) > _MUCH_OF_OTHERS * window_ns:
+        notices.add(
+            "steps_interleave",
+            sum(bool(one.parts.other_steps_ns or one.parts.outside_window_ns) for one in parts),
+            f"Windows hold {other_ns / 1e6:.2f} ms of others' work alone; {outside_ns / 1e6:.2f} "
+            "ms of steps' own work run outside of their windows.",
+        )
 
 
 def _whole(
@@ -476,10 +523,11 @@ def _parts(trace: RankTrace, summed: _Sum, window_ns: int, told: bool) -> Parts:
         exposed_comm_ns=exposed_ns,
         memory_ns=summed.memory.covered_ns if has_gpu else None,
         exposed_memory_ns=busy_ns - summed.kernels.covered_ns if has_gpu else None,
-        # A collective on the CPU may reach beyond the step's window.
-        idle_ns=max(0, window_ns - busy_ns) if has_gpu else None,
+        idle_ns=window_ns - busy_ns if has_gpu else None,
         overlap_fraction=overlap_ns / comm_ns if comm_ns and overlap_ns is not None else None,
         by_kind=_shares(trace, summed, has_gpu),
+        other_steps_ns=0 if has_gpu else None,
+        outside_window_ns=0 if has_gpu else None,
     )
 
 

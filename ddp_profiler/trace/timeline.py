@@ -261,7 +261,11 @@ def _parts(split: RankSplit, across: AcrossRanks) -> Iterator[tuple[int, str, In
     busy = union(
         np.concatenate((gpu.begin_ns, comm.begin_ns)), np.concatenate((gpu.end_ns, comm.end_ns))
     )
-    yield _IDLE, "idle", Intervals(busy.end_ns[:-1], busy.begin_ns[1:])
+    # As in the parts of the whole: from the first step or work to the last.
+    first = [step.window_begin_ns for step in split.steps[:1]]
+    begin = np.array([min([*first, int(busy.begin_ns[0])])]) if busy.begin_ns.size else gpu.begin_ns
+    recorded = union(begin[:1], begin[:1] + split.total.window_ns)
+    yield _IDLE, "idle", without(recorded, busy)
 
 
 def _collectives(

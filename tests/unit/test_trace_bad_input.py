@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import zlib
 
 import pytest
@@ -117,6 +118,51 @@ def test_an_event_beyond_repair_is_left_out_and_counted(sound, tmp_path):
     assert same(found, read_trace(good))
 
 
+@pytest.mark.parametrize("lenient", [False, True])
+@pytest.mark.parametrize("at", [0.1, 0.25, 0.5, 0.75, 0.9])
+def test_a_hole_of_zero_bytes_is_refused(lenient, at, sound, tmp_path):
+    path = tmp_path / "t.json"
+    begin, size = int(len(sound) * at), 700
+    path.write_bytes(sound[:begin] + b"\0" * size + sound[begin + size :])
+    with pytest.raises(InputError) as caught:
+        read_trace(path, lenient=lenient)
+    assert f"has a hole of 700 zero bytes at byte {begin:,}:" in caught.value.message
+
+
+def test_control_bytes_outside_of_names_are_not_repaired(sound, tmp_path):
+    path = tmp_path / "t.json"
+    # With blanks there it would be an event without a duration, which is no work.
+    begin, end = next(re.finditer(rb',\s*"dur": [\d.]+', sound)).span()
+    path.write_bytes(sound[:begin] + b"\x01" * (end - begin) + sound[end:])
+    assert counts(read_trace(path, lenient=True)) == {"dropped_unreadable": 1}
+
+
+def test_a_name_never_takes_in_what_follows_it(tmp_path):
+    made = Recording()
+    for place in range(4):
+        made.kernel(place * 100, 10, f"kernel{place}")
+    text = made.text()
+    begin, end = text.index(b"kernel1") + 4, text.index(b"ts", text.index(b"kernel1"))
+    path = tmp_path / "t.json"
+    path.write_bytes(text[:begin] + text[end:])
+    found = read_trace(path, lenient=True)
+    assert counts(found) == {"dropped_unreadable": 1}
+    assert found.names == ("kernel0", "kernel2", "kernel3")
+
+
+def test_bytes_of_packed_files_are_of_the_unpacked_text(sound, tmp_path):
+    broken = sound.replace(NAME.encode(), b'a "b"', 1)
+    messages = []
+    for name, data in (("t.json", broken), ("t.json.gz", gzip.compress(broken))):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(InputError) as caught:
+            read_trace(tmp_path / name)
+        messages.append(caught.value.message.replace("t.json.gz", "t.json"))
+    plain, packed = messages
+    byte = plain.partition("at byte ")[2].partition(":")[0]
+    assert packed == plain.replace(f"byte {byte}", f"byte {byte} of the unpacked text")
+
+
 def test_sound_names_are_never_changed(tmp_path):
     names = ['say \\"hi\\"', "C:\\\\x", "a\\u00e9\\ud83d\\ude00", '},{\\"ph\\": \\"X\\"', "\u6f22"]
     made = Recording()
@@ -137,11 +183,22 @@ def test_mend_changes_nothing_it_need_not():
     event = b'{"ph": "X", "name": "a \\" b", "args": {"s": "x \x07 y", "n": "p \\\\ q"}}'
     mended = repair.mend(event)
     assert mended is not None
-    assert mended.text == event.replace(b"\x07", b" ")
+    assert mended.text == event.replace(b"\x07", "\ufffd".encode())
     assert (mended.repairs, mended.position) == ({"repaired_control_byte": 1}, event.index(b"\x07"))
 
 
 # ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+@pytest.mark.parametrize("key", ["a", "args"])
+@pytest.mark.parametrize("end", ["]}", ", {}]}"])
+def test_deep_nesting_is_an_error(lenient, key, end, tmp_path):
+    path = tmp_path / "t.json"
+    deep = "[" * 200_000 + "]" * 200_000
+    path.write_text('{"traceEvents": [{"ph": "X"}, {"%s": {"x": %s}}%s' % (key, deep, end))  # noqa: UP031
+    with pytest.raises(InputError, match=r"nested too deeply"):
+        read_trace(path, lenient=lenient)
 
 
 def test_an_empty_file(tmp_path):

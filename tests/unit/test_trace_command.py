@@ -4,13 +4,21 @@ import gzip
 import io
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+from decimal import Decimal
+from pathlib import Path
 
 import pytest
 
 from ddp_profiler import cli
 from ddp_profiler.report import progress as progress_module
 from ddp_profiler.report import traces
+from ddp_profiler.report.exact import pieces, us
 from ddp_profiler.report.progress import ReadingProgress
+from ddp_profiler.trace.analysis import analyse
 from ddp_profiler.trace.gather import read_ranks
 
 from .kineto import ALL_REDUCE, Recording, training
@@ -60,11 +68,11 @@ def test_json_has_the_keys_of_the_contract(folder, capfd):
                 + parts["idle_us"]
             )
         assert [step["step"] for step in rank["steps"]] == [0, 1, 2]
-        assert len(rank["collectives"]) == 9
-        assert rank["collectives"][0]["kind"] == "AllReduce"
     # Their times are random, so nothing ties their clocks.
     assert {warning["code"] for warning in found["warnings"]} == {"across_ranks_refused"}
     assert len(found["collectives"]) == 9
+    assert found["collectives"][0]["kind"] == "AllReduce"
+    assert set(found["collectives"][0]["begin_us_by_rank"]) == {"0", "1"}
     assert found["clock_offsets_us"] is None
 
 
@@ -73,19 +81,80 @@ def test_times_are_exact_in_json(tmp_path, capfd):
     made.comm(0, 1, ALL_REDUCE, **{"In msg nelems": 3, "Out msg nelems": 3, "dtype": "Float"})
     made.write(tmp_path / "t.json")
     _, out, _ = call(capfd, tmp_path, "--json")
-    (collective,) = json.loads(out)["ranks"][0]["collectives"]
+    # A double knows this time to a quarter of a us only.
+    (collective,) = json.loads(out, parse_float=Decimal)["collectives"]
     assert collective == {
         "kind": "AllReduce",
         "index": 0,
         "elements": 3,
         "dtype": "Float",
+        "bytes": 12,
         "group": None,
+        "group_size": 2,
         "stream": 20,
         "step": None,
-        # The nearest double: a quarter of a us.
-        "begin_us": 1_700_000_000_123_456.789,
-        "duration_us": 0.001,
+        "begin_us": Decimal("1700000000123456.789"),
+        "begin_us_by_rank": {"0": Decimal("1700000000123456.789")},
+        "transfer_us": None,
+        "wait_us_by_rank": None,
+        "last_rank": None,
+        "lag_us": None,
+        "last_is_clear": None,
+        "matched": False,
+        "duration_us_by_rank": {"0": Decimal("0.001")},
+        "busbw_gb_per_s": None,
+        "own_busbw_gb_per_s": Decimal("12.0"),
     }
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads peak memory from proc")
+def test_json_of_many_collectives_needs_little_memory(tmp_path):
+    path = tmp_path / "rank0.json"
+    row = (
+        '{"ph":"X","cat":"kernel","name":"ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)","pid":0,'
+        '"tid":7,"ts":%d,"dur":5,"args":{"stream":7,"device":0,"correlation":%d}}'
+    )
+    number = 160_000
+    with path.open("w") as file:
+        file.write('{"distributedInfo":{"backend":"nccl","rank":0,"world_size":2},"traceEvents":[')
+        file.writelines(
+            ("," if place else "") + row % (1_700_000_000_000_000 + place * 10, place + 1)
+            for place in range(number)
+        )
+        file.write("]}")
+    code = (
+        "import re, sys\n"
+        "from ddp_profiler import cli\n"
+        "try:\n    cli.main(sys.argv[1:])\n"
+        "except SystemExit as ended:\n    assert not ended.code\n"
+        "status = open('/proc/self/status').read()\n"
+        "sys.stderr.write(re.search(r'VmHWM:\\s*(\\d+) kB', status)[1])\n"
+    )
+    with (tmp_path / "out").open("wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "trace", str(path), "--json"],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            check=True,
+        )
+    assert int(done.stderr.split()[-1]) < 250 * 1024
+    with (tmp_path / "out").open() as out:
+        assert sum('"begin_us_by_rank"' in line for line in out) == number
+
+
+def test_pieces_are_the_json_of_the_whole():
+    value = {
+        "a": iter([{"b": us(-1_234), "c": (x for x in [1, 2])}, {"b": us(0), "c": iter([])}]),
+        "d": [us(0.5), None, float("nan"), "\udcff\u00e9"],
+        "e": {},
+    }
+    assert json.loads("".join(pieces(value))) == {
+        "a": [{"b": -1.234, "c": [1, 2]}, {"b": 0, "c": []}],
+        "d": [0.0005, None, None, "\udcff\u00e9"],
+        "e": {},
+    }
+    parts = list(pieces({"many": ("x" * 100 for _ in range(10_000))}))
+    assert 10 < len(parts) < 20
 
 
 def test_what_does_not_apply_is_null(tmp_path, capfd):
@@ -140,6 +209,35 @@ def test_the_timeline_is_written_and_told(tmp_path, capfd):
     assert found["findings"]
 
 
+def test_communication_on_the_cpu_beside_a_gpu(tmp_path):
+    made = Recording(backend="gloo")
+    made.step(0, 0, 1000)
+    made.kernel(100, 300, launched=50)
+    made.event("cpu_op", "gloo:all_reduce", 300, 200, tid=9)
+    made.write(tmp_path / "t.json")
+    found = read_ranks([tmp_path])
+    text = traces.render(found, analyse(found)).replace("\n", " ")
+    assert (found.ranks[0].total.overlap_ns, found.ranks[0].total.idle_ns) == (100, 600)
+    assert "is not in the trace" not in text
+    assert "overlap is with the GPU's kernels" in text
+    assert "do nothing, and no collective runs on the CPU, for 60" in " ".join(text.split())
+    made.events = [event for event in made.events if event["cat"] != "kernel"]
+    made.write(tmp_path / "t.json")
+    assert "is not in the trace" in traces.render(read_ranks([tmp_path]))
+
+
+def test_many_ranks_are_not_all_shown(tmp_path):
+    for rank in range(35):
+        made = Recording(rank=rank, world_size=35)
+        made.comm(0, 100)
+        made.write(tmp_path / f"{rank}.json")
+    text = traces.render(read_ranks([tmp_path]))
+    assert "(3 more ranks are not shown here and below; --json has all)" in text
+    ranks = {line.split()[0] for line in text.splitlines() if line.strip()}
+    assert "31" in ranks
+    assert "32" not in ranks
+
+
 def test_many_steps_are_not_all_shown(tmp_path):
     made, _ = training(1, steps=30)
     made.write(tmp_path / "t.json")
@@ -171,7 +269,15 @@ def test_unusable_input_exits_with_3(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--rank", "-1", "x"], ["--jobs", "0", "x"], ["--max-unpacked-gb", "0", "x"]]
+    "arguments",
+    [
+        [],
+        ["--rank", "-1", "x"],
+        ["--jobs", "0", "x"],
+        ["--max-unpacked-gb", "0", "x"],
+        ["--max-unpacked-gb", "nan", "x"],
+        ["--max-unpacked-gb", "inf", "x"],
+    ],
 )
 def test_wrong_usage_exits_with_2(arguments, capfd):
     code, out, err = call(capfd, *arguments)
@@ -195,6 +301,35 @@ def test_lenient_and_limits_reach_the_reader(tmp_path, capfd):
     code, out, _ = call(capfd, path, "--lenient", "--json")
     assert code == 0
     assert "repaired_cut" in {warning["code"] for warning in json.loads(out)["warnings"]}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_interrupted_while_others_read(tmp_path):
+    paths = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    for path in paths:
+        os.mkfifo(path)
+    code = (
+        "import sys\n"
+        "from ddp_profiler import cli\n"
+        "from ddp_profiler.trace import gather\n"
+        "gather._PARALLEL_FROM_BYTES = 0\n"
+        "cli.main(sys.argv[1:])\n"
+    )
+    running = subprocess.Popen(
+        [sys.executable, "-c", code, "trace", *map(str, paths), "--jobs", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    # Opening waits until the process that reads has got there.
+    writers = [path.open("wb", buffering=0) for path in paths]
+    os.killpg(running.pid, signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    for writer in writers:
+        writer.close()
+    assert (running.returncode, out) == (130, "")
+    assert "Traceback" not in err
 
 
 class Clock:

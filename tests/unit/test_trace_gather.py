@@ -1,5 +1,9 @@
 """Several ranks: whose trace it is, and whether the files belong together."""
 
+import multiprocessing
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -57,6 +61,28 @@ def test_parallel_is_the_same_as_serial(tmp_path, monkeypatch):
     assert len(str(caught.value).splitlines()) == 2
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_process_that_is_killed_is_an_error_of_two_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(gather, "_PARALLEL_FROM_BYTES", 0)
+    paths = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    for path in paths:
+        os.mkfifo(path)
+    before = set(multiprocessing.active_children())
+
+    def kill():
+        # Opening waits until the process that reads has got there.
+        with paths[0].open("wb"), paths[1].open("wb"):
+            victim = next(iter(set(multiprocessing.active_children()) - before))
+            os.kill(victim.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(InputError, match="was killed") as caught:
+        read_ranks(paths, jobs=2)
+    killer.join()
+    assert "--jobs 1" in caught.value.remedy
+
+
 def test_json_that_is_no_trace_is_passed_in_folders_only(tmp_path):
     folder = folder_of(tmp_path)
     (folder / "settings.json").write_text('{"lr": 0.1}')
@@ -68,6 +94,15 @@ def test_json_that_is_no_trace_is_passed_in_folders_only(tmp_path):
         file.unlink()
     with pytest.raises(InputError, match="holds no traceEvents"):
         read_ranks([folder])
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "[]", '["a", {}]'.replace("{}", "[]")])
+def test_a_list_of_something_else_is_no_trace(text, tmp_path):
+    folder = folder_of(tmp_path)
+    (folder / "more.json").write_text(text)
+    assert codes(read_ranks([folder]))["not_a_trace"] == 1
+    with pytest.raises(InputError, match="a JSON list, but not of events"):
+        read_ranks([folder / "more.json"])
 
 
 def test_a_folder_without_traces(tmp_path):
@@ -195,6 +230,16 @@ def test_recordings_of_other_steps(tmp_path):
     paths[1].write_text(text.replace("ProfilerStep#", "ProfilerStep#5"))
     with pytest.raises(InputError, match="have no step in common"):
         read_ranks(paths)
+
+
+def test_a_trace_without_a_usable_time_says_so(tmp_path):
+    made = Recording()
+    made.kernel(0, 10)
+    for event in made.events:
+        event["ts"] = 0
+    path = made.write(tmp_path / "t.json")
+    with pytest.raises(InputError, match=r"no GPU work .* usable times: 1 rows .* at time 0"):
+        read_ranks([path])
 
 
 def test_a_trace_of_nothing(tmp_path):

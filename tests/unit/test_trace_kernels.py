@@ -56,6 +56,14 @@ COLLECTIVES = {
     "void two_shot_all_reduce_kernel_inplace<c10::BFloat16, 16>(c10::BFloat16**)": "AllReduce",
     "void multimem_one_shot_all_reduce_kernel<float, 16>(float*)": "AllReduce",
     "void multimem_all_gather_kernel<16>(char*)": "AllGather",
+    "void aiter::allreduce_fusion_kernel_1stage<__hip_bfloat16, 4>(aiter::RankData*)": "AllReduce",
+    "void quickreduce::allreduce_prototype_twoshot<quickreduce::AllReduceTwoshot<__half> >": (
+        "AllReduce"
+    ),
+    "void userbuffers_fp16_sum_inplace_gpu_rw<8>(int, int, int)": "AllReduce",
+    "void userbuffers_fp16_sum_inplace_gpu_rr_rs_oop<4>(int, int)": "ReduceScatter",
+    "void userbuffers_fp16_sum_inplace_gpu_rw_ag<4>(int, int)": "AllGather",
+    "kuserbuffers_pushsend(int*, int*)": "SendRecv",
     "void deep_ep::intranode::dispatch<8, 768>(int4*, float*)": "AllToAll",
 }
 

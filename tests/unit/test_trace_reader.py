@@ -2,6 +2,7 @@
 
 import gzip
 import random
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from ddp_profiler.trace.columns import Column
 from ddp_profiler.trace.kernels import Work
 from ddp_profiler.trace.model import NO_KIND
 from ddp_profiler.trace.reader import read_trace
+from ddp_profiler.trace.split import split
 
 from .kineto import ALL_REDUCE, GEMM, Recording, dumps, number, training
 
@@ -54,6 +56,24 @@ def test_forms_of_one_trace(base, indent, events_first, suffix, reference, tmp_p
     assert told(found) == reference
     assert (found.rank, found.world_size, found.backend) == (0, 2, "nccl")
     assert (found.warnings, found.cut, found.base_time_ns) == ((), False, base)
+
+
+def test_true_is_no_rank(tmp_path):
+    made = Recording(rank=1, world_size=2)
+    made.comm(0, 10)
+    path = made.write(tmp_path / "t.json")
+    assert read_trace(path).rank == 1
+    path.write_text(re.sub(r'"rank": 1\b', '"rank": true', path.read_text()))
+    assert read_trace(path).rank is None
+
+
+def test_a_host_function_is_no_lost_kernel(tmp_path):
+    made = Recording()
+    made.step(0, 0, 1000)
+    made.comm(100, 50, launched=10)
+    made.launch(500, name="cudaLaunchHostFunc")
+    found = split(read_trace(made.write(tmp_path / "t.json")), 0)
+    assert found.steps[0].step.incomplete == ""
 
 
 def test_a_list_has_no_metadata(reference, tmp_path):
@@ -266,6 +286,7 @@ PEAK = """
 import resource, sys
 from pathlib import Path
 from ddp_profiler.trace.reader import read_trace
+from ddp_profiler.trace.split import split
 read_trace(Path(sys.argv[1]))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

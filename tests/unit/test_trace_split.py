@@ -125,6 +125,23 @@ def test_random_steps_match_counting(seed, tmp_path):
         assert getattr(found.total, name) == sum(getattr(s.parts, name) for s in found.steps)
 
 
+def test_communication_is_unknown_where_no_kernel_is_known(tmp_path):
+    made = Recording(world_size=8)
+    for place in range(20):
+        made.kernel(place * 100, 50)
+        made.kernel(place * 100 + 50, 40, "my_lib_allreduce_sum(float*)")
+    found = parts_of(made, tmp_path)
+    assert (found.total.comm_ns, found.total.overlap_ns) == (None, None)
+    assert codes(found)["no_collectives"] == 1
+    (text,) = [one.message for one in found.warnings if one.code == "no_collectives"]
+    assert "my_lib_allreduce_sum." in text
+    # Of a job that nothing says to have other ranks it is unknown too, unless the CPU would say.
+    made.world_size = None
+    assert parts_of(made, tmp_path).total.comm_ns is None
+    made.launch(0)
+    assert parts_of(made, tmp_path).total.comm_ns == 0
+
+
 # ----------------------------------------------------------------------------------------------
 # Which step work belongs to
 
@@ -152,6 +169,65 @@ def test_work_belongs_to_the_step_that_launched_it(tmp_path):
     ]
     assert found.collectives.step.tolist() == [0, 1]
     assert codes(found) == {}
+
+
+def prefetching(steps=4):
+    """Steps of 1000 ns on the GPU; a copy for each runs within the one before."""
+    made = Recording()
+    for step in range(steps):
+        made.step(step, step * 100, 100)
+        made.copy(1000 + step * 1000 - 700, 50, launched=step * 100 + 1, stream=9)
+        made.kernel(1000 + step * 1000, 950, launched=step * 100 + 50)
+        made.comm(1100 + step * 1000, 100, launched=step * 100 + 60)
+    return made
+
+
+def test_windows_do_not_overlap_and_work_of_others_is_not_idle(tmp_path):
+    found = parts_of(prefetching(), tmp_path)
+    windows = [(s.window_begin_ns, s.window_begin_ns + s.parts.window_ns) for s in found.steps]
+    assert all(before[1] == after[0] for before, after in pairwise(windows))
+    assert windows[-1][1] - windows[0][0] == found.total.window_ns
+    for step in found.steps:
+        parts = step.parts
+        assert parts.window_ns + parts.outside_window_ns == (
+            parts.compute_ns
+            + parts.exposed_comm_ns
+            + parts.exposed_memory_ns
+            + parts.other_steps_ns
+            + parts.idle_ns
+        )
+    # The first is 300..350 in its own window, the others lie within kernels of the step before.
+    assert [s.parts.outside_window_ns for s in found.steps] == [0, 50, 50, 50]
+    assert [s.parts.idle_ns for s in found.steps] == [300 + 650, 50, 50, 50]
+    assert sum(s.parts.idle_ns for s in found.steps) == found.total.idle_ns
+    assert codes(found) == {"steps_interleave": 3}
+
+
+def test_what_runs_alone_for_another_step_is_told(tmp_path):
+    made = Recording()
+    made.step(0, 0, 1000)
+    made.step(1, 1000, 1000)
+    made.kernel(10, 300, launched=5)
+    made.kernel(1500, 100, launched=20)
+    made.kernel(1700, 200, launched=1010)
+    first, second = parts_of(made, tmp_path).steps
+    assert (first.parts.window_ns, first.parts.idle_ns) == (1600, 10 + 1190)
+    assert (second.parts.window_ns, second.parts.idle_ns) == (400, 200)
+    made.copy(400, 60, launched=1005, stream=9)
+    first, second = parts_of(made, tmp_path).steps
+    assert (first.parts.idle_ns, first.parts.other_steps_ns) == (1140, 60)
+    assert (second.parts.idle_ns, second.parts.outside_window_ns) == (200, 60)
+
+
+@settings(deadline=None)
+@given(INTERVALS, st.lists(st.integers(-3, 80), max_size=6).map(sorted), st.integers(1, 5))
+def test_cover_before_matches_counting(found, edges, size):
+    begin, end = arrays(sorted(found))
+    cover = intervals.CoverBefore(np.array(edges, np.int64))
+    for at in range(0, begin.size, size):
+        cover.add(begin[at : at + size], end[at : at + size])
+    covered = cells(*((b, b + n) for b, n in found))
+    assert cover.covered_ns.tolist() == [len({c for c in covered if c < edge}) for edge in edges]
 
 
 def test_a_graph_launches_many_kernels_at_once(tmp_path):
@@ -190,7 +266,9 @@ def test_work_launched_before_the_recording_is_no_steps(tmp_path):
     made = ahead()
     made.kernel(20, 15, correlation=900)
     found = parts_of(made, tmp_path)
-    assert codes(found) == {"launched_before_recording": 1}
+    assert codes(found) == {"launched_before_recording": 1, "steps_interleave": 1}
+    # It is nobody's, but the GPU does not idle then.
+    assert [s.parts.other_steps_ns for s in found.steps] == [15, 0]
     assert [s.parts.compute_ns for s in found.steps] == [100, 200]
     assert found.total.compute_ns == 315
 
@@ -259,7 +337,7 @@ def test_kernels_without_a_period_have_no_steps(tmp_path):
         made.kernel(place * 100, 10, name)
     found = parts_of(made, tmp_path)
     assert (found.step_source, found.steps) == (StepSource.NONE, ())
-    assert set(codes(found)) == {"steps_not_annotated", "no_steps"}
+    assert set(codes(found)) == {"steps_not_annotated", "no_steps", "no_collectives"}
     assert found.total.compute_ns == 180
 
 
@@ -283,7 +361,7 @@ def test_lost_kernels_mark_a_step(step, name, tmp_path):
     marked = [s.step.number for s in found.steps if s.step.incomplete]
     assert marked == [step], name
     assert "3 kernels were launched" in found.steps[step].step.incomplete
-    assert codes(found) == {"incomplete_step": 1}
+    assert codes(found) == {"incomplete_step": 1, "no_collectives": 1}
 
 
 def test_fewer_work_or_a_short_annotation_mark_a_step(tmp_path):

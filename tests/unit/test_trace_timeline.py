@@ -71,6 +71,8 @@ def test_tracks_hold_the_parts_on_one_clock(name, tmp_path):
             return sum(e - b for n, b, e in by_track[rank, track] if n.startswith(start))
 
         assert length("compute") == total.compute_ns
+        # Also before the first work and after the last.
+        assert length("idle") == total.idle_ns
         assert length("exposed communication") == total.exposed_comm_ns
         waiting = across.waiting_total[rank]
         assert length("exposed communication", "exposed wait") == waiting.exposed_wait_ns
@@ -110,7 +112,11 @@ def test_memory_and_idling(tmp_path):
     _, _, _, content = written(made, tmp_path)
     by_track = tracks(content)
     assert by_track[0, "memory"] == [("memory", 3000, 3500)]
-    assert by_track[0, "idle"] == [("idle", 1000, 3000), ("idle", 3500, 6000)]
+    assert by_track[0, "idle"] == [
+        ("idle", 1000, 3000),
+        ("idle", 3500, 6000),
+        ("idle", 7000, 10_000),
+    ]
 
 
 def test_it_stays_small_and_says_what_was_left_out(tmp_path, monkeypatch):
