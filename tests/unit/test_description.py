@@ -3,29 +3,28 @@
 from types import SimpleNamespace
 
 import pytest
-from torch import nn
+import torch
 
 from ddp_profiler.errors import UsageError
+from ddp_profiler.measure.scripts.models import ModelFacts
 from ddp_profiler.measure.topology import Topology
 from ddp_profiler.observe.description import Description
+from ddp_profiler.schema import DdpFacts, ParameterFacts
 from tests.unit.ranks_as_threads import Board, Store
 
 
 def description(ranks, known):
     """A rank of ``known`` ones whose DDP has so many."""
-    backend = SimpleNamespace(size=lambda: ranks, _get_backend_name=lambda: "gloo")
-    ddp = nn.Linear(3, 2)
-    ddp.process_group = backend
+    ddp = DdpFacts(False, False, True, 0, False, ranks, "__main__")
+    parameters = (ParameterFacts("weight", 24), ParameterFacts("bias", 8))
+    models = ModelFacts(8, parameters, None, (ddp,), {}, ranks, "gloo", torch.device("cpu"))
     attachment = SimpleNamespace(
-        ddps=[ddp],
+        facts=lambda rebuilt: models,
+        models=SimpleNamespace(ever_trained={0}),
         tracker=SimpleNamespace(samples={2: 9}, micro_steps={1: 9}),
         recorder=SimpleNamespace(reduced_outside_bytes=0),
-        sources={},
         loss_divisor=None,
         optimized=(),
-        reduced=lambda: dict(ddp.named_parameters()),
-        bucket_bytes=lambda: None,
-        describe_ddps=lambda: (SimpleNamespace(built_by="__main__"),),
     )
     # Not the first of its node, which has more to describe.
     topology = Topology(0, 1, known, known, launched=False)

@@ -71,7 +71,7 @@ def late_findings(seed, world, *, steps=6, calls=5, jitter="even", late=None):
         SimpleNamespace(rank=rank, total=total, collectives=NONE, trace=TRACE)
         for rank in range(world)
     ]
-    return find(ranks, world, across, (), {})
+    return find(ranks, (), across, (), {})
 
 
 @pytest.mark.parametrize("jitter", DRAWS)
