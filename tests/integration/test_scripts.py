@@ -242,7 +242,8 @@ def test_a_stderr_that_takes_nothing_changes_nothing(tmp_path):
 )
 def test_a_script_without_ddp(tmp_path, ranks, how, said):
     run = observe(tmp_path / "run", ranks, SCRIPTS / "without_ddp.py", how)
-    assert (run.code, run.out) == (0, ranks * "trained\n"), run.err
+    # Ranks may write into each other's lines.
+    assert (run.code, run.out.replace("\n", "")) == (0, "trained" * ranks), run.err
     (text,) = re.findall(
         r"ddp_profiler.run: (DistributedDataParallel was never built .*\n.*\n)", run.err
     )
