@@ -6,13 +6,12 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ddp_profiler import units
 from ddp_profiler.report import traces
+from ddp_profiler.report.text import simple_table, text_console
 from ddp_profiler.trace.analysis import TraceAnalysis
 from ddp_profiler.trace.compared import Captured, CapturedLevel, Compared, View
 from ddp_profiler.trace.timeline import Timeline
@@ -81,15 +80,7 @@ def render(
     sections = []
     for level, analysis in zip(captured.levels, analyses, strict=True):
         output = io.StringIO()
-        console = Console(
-            file=output,
-            width=traces.WIDTH,
-            force_terminal=color,
-            no_color=not color,
-            highlight=False,
-            markup=False,
-            emoji=False,
-        )
+        console = text_console(output, color=color)
         console.print(Text(units.printable(f"Level {level.level}, under torch.profiler"), "bold"))
         sections += [output.getvalue()]
         sections += [traces.render(level.found, analysis, timeline, color=color)]
@@ -114,7 +105,7 @@ def render(
 
 
 def _table(compared: Sequence[Compared]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table = simple_table()
     for header in (
         "rank",
         "steps",

@@ -6,9 +6,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
-from rich import box
 from rich.cells import cell_len, chop_cells
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,8 +15,8 @@ from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.results import ClockOffset, LevelResult, Summary
 from ddp_profiler.analysis.sampled import lateness
 from ddp_profiler.analysis.scaling import Pop
+from ddp_profiler.report.text import WIDTH, simple_table, text_console
 
-WIDTH = 80
 _GAP = 2
 _HEADER_LEAST = 8
 _CORNER = "ms a step"
@@ -57,15 +55,7 @@ _PART_LABELS = {
 def render(summary: Summary, *, color: bool = False) -> str:
     """Returns the summary as text of at most 80 columns, readable without colour."""
     output = io.StringIO()
-    console = Console(
-        file=output,
-        width=WIDTH,
-        force_terminal=color,
-        no_color=not color,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
+    console = text_console(output, color=color)
     for line in _heading(summary):
         console.print(Text(units.printable(line)))
     for table in (*_tables(summary.levels), *map(_window_table, summary.levels)):
@@ -170,7 +160,7 @@ def _table(
         if cell_len(headers[index]) <= columns[index]:
             break
         columns[index] += 1
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table = simple_table()
     table.add_column(_CORNER, no_wrap=True)
     for index, width in columns.items():
         header = Text("\n".join(_broken(headers[index], width)))
@@ -188,7 +178,7 @@ def _window_table(level: LevelResult) -> Table | None:
         return None
     longest = sorted(windows, key=lambda w: -(w.step_ms or 0.0))[:_WINDOWS_SHOWN]
     shown = [window for window in windows if window in longest]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table = simple_table()
     few = len(shown) == len(windows)
     header = f"{len(windows)} windows" if few else f"slowest {len(shown)} of {len(windows)} windows"
     table.add_column(f"{header} of {units.printable(level.id)}")

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.table import Table
 
 from ddp_profiler import units
 from ddp_profiler.report.exact import us
+from ddp_profiler.report.text import ms_of_ns, table_of
 from ddp_profiler.trace.across import AcrossRanks, Meetings, Waiting
 from ddp_profiler.trace.analysis import TraceAnalysis
 from ddp_profiler.trace.gather import TraceSet
@@ -330,7 +330,7 @@ def _across(found: TraceSet, across: AcrossRanks) -> list[str | Table]:
     if found.world_size is not None and len(found.ranks) < found.world_size:
         head += " All is said of the ranks given only."
     several = len(set(clocks.reference.values())) > 1
-    table = _table(
+    table = table_of(
         ("rank", "right"),
         ("clock\nus" if not several else "clock us\nagainst", "right"),
         ("exposed\nwait", "right"),
@@ -354,12 +354,12 @@ def _across(found: TraceSet, across: AcrossRanks) -> list[str | Table]:
         table.add_row(
             str(rank),
             clock,
-            _ms(total.exposed_wait_ns if total else None),
-            _ms(total.exposed_transfer_ns if total else None),
-            _ms(one.behind_ns if one else None),
+            ms_of_ns(total.exposed_wait_ns if total else None),
+            ms_of_ns(total.exposed_transfer_ns if total else None),
+            ms_of_ns(one.behind_ns if one else None),
             _share(one.last, one.joined) if one else units.NOTHING,
-            _ms(one.lag_ns if one else None),
-            _ms(one.caused_ns if one else None),
+            ms_of_ns(one.lag_ns if one else None),
+            ms_of_ns(one.caused_ns if one else None),
             f"{one.steps_worst}/{one.steps}" if one else units.NOTHING,
         )
     result: list[str | Table] = [head, table]
@@ -368,7 +368,7 @@ def _across(found: TraceSet, across: AcrossRanks) -> list[str | Table]:
     top = [one for one in across.lateness if one.caused_ns][:3]
     if top:
         words = "; ".join(
-            f"rank {one.rank}, {_ms(one.caused_ns)} ms in {_count(one.last)}" for one in top
+            f"rank {one.rank}, {ms_of_ns(one.caused_ns)} ms in {_count(one.last)}" for one in top
         )
         result.append(f"Waited for most: {words}.")
     return result
@@ -393,7 +393,7 @@ def _volume(analysis: TraceAnalysis) -> list[str | Table]:
                 text += "; sizes are not recorded"
             result += ["", f"{text} ({one.counted}, rank {one.rank})."]
     if analysis.bandwidths:
-        table = _table(
+        table = table_of(
             ("busbw, GB/s", "left"),
             ("group", "left"),
             ("ranks", "right"),
@@ -416,16 +416,6 @@ def _volume(analysis: TraceAnalysis) -> list[str | Table]:
     return result
 
 
-def _table(*columns: tuple[str, str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for header, side in columns:
-        right = side == "right"
-        table.add_column(
-            header, justify="right" if right else "left", no_wrap=right, overflow="fold"
-        )
-    return table
-
-
 def _count(number: int) -> str:
     return f"{number:,} collective{'' if number == 1 else 's'}"
 
@@ -441,7 +431,3 @@ def _share(part: int, whole: int) -> str:
 
 def _shown_us(ns: float | None) -> str:
     return units.NOTHING if ns is None else f"{ns / 1000:.1f}"
-
-
-def _ms(ns: int | None) -> str:
-    return units.ms(None if ns is None else ns / 1e6)

@@ -6,8 +6,6 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +13,7 @@ from ddp_profiler import units
 from ddp_profiler.report import exact
 from ddp_profiler.report import ranks as together
 from ddp_profiler.report.exact import us
+from ddp_profiler.report.text import ms_of_ns, table_of, text_console
 from ddp_profiler.trace.analysis import TraceAnalysis
 from ddp_profiler.trace.gather import TraceSet
 from ddp_profiler.trace.notices import TraceWarning, merged
@@ -22,7 +21,6 @@ from ddp_profiler.trace.split import CommShare, Parts, RankSplit, StepParts
 from ddp_profiler.trace.steps import StepSource
 from ddp_profiler.trace.timeline import Timeline
 
-WIDTH = 80
 _STEPS_SHOWN = 8
 _RANKS_SHOWN = 32
 _FIRST_SHOWN = 4
@@ -172,15 +170,7 @@ def render(
         color: Whether to use colour.
     """
     output = io.StringIO()
-    console = Console(
-        file=output,
-        width=WIDTH,
-        force_terminal=color,
-        no_color=not color,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
+    console = text_console(output, color=color)
     for line in _heading(found):
         console.print(Text(units.printable(line)))
     console.print(_steps_table(found))
@@ -226,18 +216,6 @@ def _heading(found: TraceSet) -> list[str]:
     return lines
 
 
-def _table(*columns: tuple[str, str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for header, side in columns:
-        table.add_column(
-            header,
-            justify="right" if side == "right" else "left",
-            no_wrap=side == "right",
-            overflow="fold",
-        )
-    return table
-
-
 def _steps_table(found: TraceSet) -> Table:
     several = len(found.ranks) > 1
     columns = [("rank", "right")] if several else []
@@ -251,7 +229,7 @@ def _steps_table(found: TraceSet) -> Table:
         ("exposed\nmemory", "right"),
         ("idle", "right"),
     ]
-    table = _table(*columns)
+    table = table_of(*columns)
     apart = any(len(rank.steps) > 1 for rank in found.ranks)
     for rank in found.ranks[:_RANKS_SHOWN]:
         label = [str(rank.rank)] if several else []
@@ -279,17 +257,17 @@ def _shown(steps: Sequence[StepParts]) -> list[StepParts | None]:
 
 
 def _cells(parts: Parts) -> list[str]:
-    overlap = _ms(parts.overlap_ns)
+    overlap = ms_of_ns(parts.overlap_ns)
     if parts.overlap_fraction is not None:
         overlap = f"{overlap} {parts.overlap_fraction * 100:.0f}%".rjust(len(overlap) + 5)
     return [
-        _ms(parts.window_ns),
-        _ms(parts.compute_ns),
-        _ms(parts.comm_ns),
+        ms_of_ns(parts.window_ns),
+        ms_of_ns(parts.compute_ns),
+        ms_of_ns(parts.comm_ns),
         overlap,
-        _ms(parts.exposed_comm_ns),
-        _ms(parts.exposed_memory_ns),
-        _ms(parts.idle_ns),
+        ms_of_ns(parts.exposed_comm_ns),
+        ms_of_ns(parts.exposed_memory_ns),
+        ms_of_ns(parts.idle_ns),
     ]
 
 
@@ -309,7 +287,7 @@ def _shares_table(found: TraceSet) -> Table | None:
         ("time", "right"),
         ("exposed", "right"),
     ]
-    table = _table(*columns)
+    table = table_of(*columns)
     last = None
     for rank, share in rows[: _SHARES_SHOWN * max(1, len(found.ranks))]:
         label = [str(rank.rank) if rank is not last else ""] if several else []
@@ -320,11 +298,7 @@ def _shares_table(found: TraceSet) -> Table | None:
             units.printable(share.group or units.NOTHING),
             str(share.count),
             units.NOTHING if share.elements is None else str(share.elements),
-            _ms(share.comm_ns),
-            _ms(share.exposed_ns),
+            ms_of_ns(share.comm_ns),
+            ms_of_ns(share.exposed_ns),
         )
     return table
-
-
-def _ms(ns: int | None) -> str:
-    return units.ms(None if ns is None else ns / 1e6)

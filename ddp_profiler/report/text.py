@@ -1,0 +1,48 @@
+"""What all text that is shown has in common: its width, its console, its tables."""
+
+from __future__ import annotations
+
+import io
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ddp_profiler import units
+
+WIDTH = 80
+"""Columns of a terminal that every text fits."""
+
+
+def text_console(output: io.StringIO, *, color: bool) -> Console:
+    """Returns a console that writes plain text, with escapes for colour only where asked for."""
+    return Console(
+        file=output,
+        width=WIDTH,
+        force_terminal=color,
+        no_color=not color,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def simple_table() -> Table:
+    """Returns a table without a frame, and with no column yet."""
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+
+
+def table_of(*columns: tuple[str, str]) -> Table:
+    """Returns such a table with columns: (header, ``right`` for figures, else ``left``)."""
+    table = simple_table()
+    for header, side in columns:
+        right = side == "right"
+        table.add_column(
+            header, justify="right" if right else "left", no_wrap=right, overflow="fold"
+        )
+    return table
+
+
+def ms_of_ns(time_ns: int | None) -> str:
+    """Returns a time in ns as ms for a cell; a sign for nothing where it is None."""
+    return units.ms(None if time_ns is None else time_ns / 1e6)
