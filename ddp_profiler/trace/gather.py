@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import queue
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +15,7 @@ from ddp_profiler.naming import name_ranks
 from ddp_profiler.trace.identity import resolve_rank
 from ddp_profiler.trace.model import RankTrace
 from ddp_profiler.trace.notices import Notices, TraceWarning
+from ddp_profiler.trace.processes import map_in_processes
 from ddp_profiler.trace.reader import NoTraceError, read_trace
 from ddp_profiler.trace.source import DEFAULT_LIMIT_BYTES
 from ddp_profiler.trace.split import RankSplit, split
@@ -169,8 +163,8 @@ def _read_all(
     workers = min(jobs, len(files))
     # Starting a process takes longer than reading small files.
     if workers > 1 and sum(sizes) >= _PARALLEL_FROM_BYTES:
-        return _read_in_processes(files, settings, workers, meter)
-    return [_read(file, settings, partial(meter.tell, place)) for place, file in enumerate(files)]
+        return map_in_processes(partial(_read, settings), files, workers, meter.tell)
+    return [_read(settings, file, partial(meter.tell, place)) for place, file in enumerate(files)]
 
 
 def _size(file: Path) -> int:
@@ -181,7 +175,7 @@ def _size(file: Path) -> int:
         return 0
 
 
-def _read(file: Path, settings: _Settings, tell: Callable[[int], None]) -> RankTrace | InputError:
+def _read(settings: _Settings, file: Path, tell: Callable[[int], None]) -> RankTrace | InputError:
     try:
         return read_trace(
             file, lenient=settings.lenient, limit_bytes=settings.limit_bytes, progress=tell
@@ -207,82 +201,6 @@ class _Meter:
         if self._progress is not None and now - self._told >= _TOLD_EVERY_S:
             self._told = now
             self._progress(sum(self._read), self._sum)
-
-
-_told_to_first: Any = None
-"""In a process that reads: the queue to the first one."""
-
-
-def _begin_process(told: Any) -> None:
-    global _told_to_first
-    _told_to_first = told
-    # Ctrl-C goes to all processes of a terminal; the first one ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Keeps Ctrl-C away while processes start, which inherit that: they would show a trace."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _read_in_process(place: int, file: Path, settings: _Settings) -> RankTrace | InputError:
-    last = 0.0
-
-    def tell(read: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _TOLD_EVERY_S:
-            last = now
-            _told_to_first.put((place, read))
-
-    return _read(file, settings, tell)
-
-
-def _read_in_processes(
-    files: Sequence[Path], settings: _Settings, workers: int, meter: _Meter
-) -> list[RankTrace | InputError]:
-    # Not forked: this process may have threads.
-    context = multiprocessing.get_context("spawn")
-    told = context.Queue()
-    with ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_begin_process, initargs=(told,)
-    ) as pool:
-        others = set(multiprocessing.active_children())
-        futures: list[Future[RankTrace | InputError]] = []
-        try:
-            with _interrupts_held():
-                for place, file in enumerate(files):
-                    futures.append(pool.submit(_read_in_process, place, file, settings))
-            pending = set(futures)
-            while pending:
-                done, pending = wait(pending, timeout=_TOLD_EVERY_S, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
-                while True:
-                    try:
-                        meter.tell(*told.get_nowait())
-                    except queue.Empty:
-                        break
-        except BrokenProcessPool as error:
-            raise InputError(
-                "A process that read traces ended before it was done: it was killed, perhaps "
-                "because memory ran out, or could not start.",
-                "Read one at a time, with --jobs 1.",
-            ) from error
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in set(multiprocessing.active_children()) - others:
-                process.terminate()
-            raise
-        return [future.result() for future in futures]
 
 
 # ----------------------------------------------------------------------------------------------
