@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ddp_profiler.analysis.allreduce import AllReduceResult
 from ddp_profiler.analysis.clocks import ClockOffset
 from ddp_profiler.analysis.feeding import Feeding
+from ddp_profiler.analysis.lateness import Lateness
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.reduction import Reduction
 from ddp_profiler.analysis.sampled import SampledWindow
@@ -26,6 +27,7 @@ __all__ = [
     "Distribution",
     "Feeding",
     "Finding",
+    "Lateness",
     "LevelResult",
     "Overhead",
     "RankResult",
@@ -156,6 +158,8 @@ class LevelResult:
     ``feeding`` is what entered a script's training; None in studies.
     ``windows`` are those of a script that was observed again and again; empty where only once.
     ``reduction`` is what a script's record says about how it reduces; None for a study.
+    ``lateness`` is when ranks are ready to reduce, against each other; None where their clocks
+    cannot be compared.
     """
 
     id: str
@@ -199,6 +203,7 @@ class LevelResult:
     feeding: Feeding | None = None
     windows: tuple[SampledWindow, ...] = ()
     reduction: Reduction | None = None
+    lateness: Lateness | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from ddp_profiler.analysis.clocks import ClockOffset, CommonClock, offsets
 from ddp_profiler.analysis.feeding import Feeding, observe
 from ddp_profiler.analysis.findings import find
 from ddp_profiler.analysis.gradient_scale import scale_notes
+from ddp_profiler.analysis.lateness import lateness
 from ddp_profiler.analysis.left_out import LeftOut, left_out
 from ddp_profiler.analysis.link import Link, link_of
 from ddp_profiler.analysis.machine import explain
@@ -487,6 +488,9 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             measured.clock_uncertainty_ms if len(measured.instrumented) == level.dp else None,
         ),
         reduction=reduction,
+        lateness=lateness(measured.arrivals)
+        if measured.comparable and len(measured.instrumented) == level.dp
+        else None,
     )
 
 
