@@ -59,6 +59,7 @@ class StudyConfig:
         debug: Show stack traces of errors.
         kineto: Optimizer steps of each level to run under torch.profiler, once all levels are
             measured; 0 for none.
+        confirm: Measure the change of settings that is predicted to gain most.
 
     Raises:
         UsageError: A setting is out of its range.
@@ -88,6 +89,7 @@ class StudyConfig:
     link_gbps: float | None = None
     placement: str = "both"
     kineto: int = 0
+    confirm: bool = False
 
     def __post_init__(self) -> None:
         _at_least("--steps", self.steps, 1)

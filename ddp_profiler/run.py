@@ -287,7 +287,7 @@ class _Worker:
         phase.name = "opening the record"
         stream = writer.SpanWriter(folder, rank, described.run_id)
         visits = len(self.levels) * (config.repeat + (config.kineto > 0))
-        progress = StudyProgress(visits) if rank == 0 else NoProgress()
+        progress = StudyProgress(visits + config.confirm) if rank == 0 else NoProgress()
         try:
             study.Study(
                 config,
@@ -306,6 +306,8 @@ class _Worker:
             stream.close()
         phase.name = "collecting the parts of other nodes"
         lost = collection.run(self._share_facts(session) if parts else "")
+        if config.confirm:
+            self._confirm(session, clock.monotonic, progress, phase, folder, visits, bool(lost))
         phase.name = "closing"
         # Before the wait, in which a launcher may end this rank: all is measured and written.
         keeper.update(status="complete")
@@ -320,6 +322,31 @@ class _Worker:
                 session.close(heartbeat=collect.HEARTBEAT, limit_s=CLOSING_S)
             collection.tell_lost(lost)
         return parts
+
+    def _confirm(
+        self,
+        session: Any,
+        clock: Any,
+        progress: Any,
+        phase: Any,
+        folder: Path,
+        number: int,
+        lost: bool,
+    ) -> None:
+        """Measures the change of settings that is predicted to gain most."""
+        from ddp_profiler.measure.confirm import confirm_if_proposed
+
+        def proposed() -> Any:
+            if lost:
+                _say("nothing is confirmed: the record of another node is missing.")
+                return None
+            return _propose(folder)
+
+        found = confirm_if_proposed(
+            proposed, self.config, self.levels, session, clock, progress, phase, number
+        )
+        if found is not None:
+            self._keeper.update(confirmation=found)
 
     def _describe(self, session: Any, places: Any, parts: Any, device: Any) -> None:
         """Completes the run's description, on each rank that keeps one."""
@@ -397,6 +424,37 @@ class _Worker:
             self._keeper.update(status="failed", failures=failures, phases=phases)
         except OSError as error:
             _say(f"run.json cannot be written: {error}")
+
+
+def _propose(folder: Path) -> Any:
+    """Returns the change at the largest level that is predicted to gain most; None for none."""
+    from ddp_profiler.load import load_summary
+    from ddp_profiler.predict.prediction import Predictor
+    from ddp_profiler.predict.proposals import propose
+    from ddp_profiler.schema import Change, Confirmation
+
+    try:
+        found = [p for p in propose(Predictor.of(load_summary(folder))) if p.can_be_confirmed]
+    except DdpProfilerError as error:
+        _say(f"nothing is confirmed: {error.message}")
+        return None
+    if not found:
+        _say("nothing is confirmed: no change of settings is predicted to gain beyond its error.")
+        return None
+    best = found[0]
+    return Confirmation(
+        level=best.level,
+        change=Change(
+            bucket_cap_mb=best.request.bucket_cap_mb,
+            accumulation=best.request.accumulation if best.setting == "accumulation" else None,
+            reduce_once=best.request.reduce_once,
+            bucket_view=best.request.bucket_view,
+        ),
+        setting=best.setting,
+        text=best.text,
+        predicted_gain_ms=best.gain_ms,
+        predicted_interval90_ms=best.gain_interval90,
+    )
 
 
 def _one_line(error: BaseException) -> str:

@@ -554,6 +554,52 @@ class RecordPart:
 
 
 @dataclass(frozen=True)
+class Change:
+    """A change of settings at a level; what is None or false stays as it was.
+
+    Attributes:
+        bucket_cap_mb: Size limit of DDP's buckets in MB of 2**20 bytes.
+        accumulation: Micro-steps in a step.
+        reduce_once: Reduce in the last micro-step only.
+        bucket_view: Keep gradients in the buckets (gradient_as_bucket_view).
+    """
+
+    bucket_cap_mb: float | None = None
+    accumulation: int | None = None
+    reduce_once: bool = False
+    bucket_view: bool = False
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """A proposed change, and what was measured with and without it in turns.
+
+    Attributes:
+        level: The id of the level.
+        change: What was changed.
+        setting: Name of what was changed.
+        text: The change in words.
+        predicted_gain_ms: Predicted for as many samples as a step of the level has.
+        predicted_interval90_ms: 90 % of what was thought possible.
+        before_ms: Mean step of each block without the change.
+        after_ms: Mean time for as many samples in each block with it.
+        steps: Steps of a block.
+        problem: Why it could not be measured; empty if it was.
+    """
+
+    level: str
+    change: Change
+    setting: str = ""
+    text: str = ""
+    predicted_gain_ms: float = 0.0
+    predicted_interval90_ms: tuple[float, float] = (0.0, 0.0)
+    before_ms: tuple[float, ...] = ()
+    after_ms: tuple[float, ...] = ()
+    steps: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class RunInfo:
     """The content of ``run.json``.
 
@@ -576,6 +622,7 @@ class RunInfo:
         parts: The folders that ranks wrote to, that of rank 0 first; empty where it was one.
         phases: What each rank was doing when the run failed; empty where it did not, or where
             ranks could not be asked.
+        confirmation: The change that was measured, with ``--confirm``; None without.
     """
 
     schema_version: int
@@ -594,3 +641,4 @@ class RunInfo:
     keeper: int = 0
     parts: tuple[RecordPart, ...] = ()
     phases: tuple[RankPhase, ...] = ()
+    confirmation: Confirmation | None = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ddp_profiler.analysis.allreduce import AllReduceResult
 from ddp_profiler.analysis.clocks import ClockOffset
+from ddp_profiler.analysis.confirmation import ConfirmedGain
 from ddp_profiler.analysis.feeding import Feeding
 from ddp_profiler.analysis.lateness import Lateness
 from ddp_profiler.analysis.model import StepCosts
@@ -24,6 +25,7 @@ __all__ = [
     "BatchCheck",
     "ClockOffset",
     "Communication",
+    "ConfirmedGain",
     "Distribution",
     "Feeding",
     "Finding",
@@ -160,6 +162,7 @@ class LevelResult:
     ``reduction`` is what a script's record says about how it reduces; None for a study.
     ``lateness`` is when ranks are ready to reduce, against each other; None where their clocks
     cannot be compared.
+    ``gradient_element_bytes`` is the size of a gradient's element, mean over all.
     """
 
     id: str
@@ -204,6 +207,7 @@ class LevelResult:
     windows: tuple[SampledWindow, ...] = ()
     reduction: Reduction | None = None
     lateness: Lateness | None = None
+    gradient_element_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -244,3 +248,4 @@ class Summary:
     levels: tuple[LevelResult, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
+    confirmation: ConfirmedGain | None = None

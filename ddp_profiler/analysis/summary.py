@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ddp_profiler import units
 from ddp_profiler.analysis import allreduce, model, statistics
 from ddp_profiler.analysis.clocks import ClockOffset, CommonClock, offsets
+from ddp_profiler.analysis.confirmation import confirmed
 from ddp_profiler.analysis.feeding import Feeding, observe
 from ddp_profiler.analysis.findings import find
 from ddp_profiler.analysis.gradient_scale import scale_notes
@@ -106,6 +107,7 @@ def summarize_run(
         levels=levels,
         findings=find(levels),
         notes=tuple(notes),
+        confirmation=confirmed(info.confirmation),
     )
 
 
@@ -490,6 +492,9 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         reduction=reduction,
         lateness=lateness(measured.arrivals)
         if measured.comparable and len(measured.instrumented) == level.dp
+        else None,
+        gradient_element_bytes=facts.gradient_bytes / facts.parameters
+        if facts and facts.parameters
         else None,
     )
 

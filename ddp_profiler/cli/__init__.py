@@ -30,6 +30,7 @@ NAME = "ddp-profiler"
 _COMMANDS = {
     "analyze": "Show where the step time of a run went.",
     "study": "Launch a training script at several dp and compare.",
+    "predict": "Predict the step at other scales and settings.",
     "trace": "Show where the step time went, from traces of torch.profiler.",
     "merge": "Join the folders that nodes without a shared file system kept.",
 }

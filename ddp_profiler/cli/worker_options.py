@@ -224,6 +224,12 @@ _defaults = StudyConfig()
     "and keep its traces in the run folder, for ddp-profiler trace RUN; 0: none.",
 )
 @click.option(
+    "--confirm",
+    is_flag=True,
+    help="Then measure the change of settings that is predicted to gain most, in turns with the "
+    "setting as it is, and show predicted against real gain.",
+)
+@click.option(
     "--backend",
     default=_defaults.backend,
     show_default=True,

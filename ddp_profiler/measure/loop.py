@@ -72,6 +72,8 @@ class LevelRun:
         precision: fp32, bf16 or fp16.
         seed: Order of the samples.
         planter: Delays planted for tests.
+        bucket_view: Keep gradients in the buckets.
+        reduce_once: Reduce in the last micro-step only, also where the opposite is planted.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class LevelRun:
         precision: str,
         seed: int,
         planter: Planter,
+        bucket_view: bool = False,
+        reduce_once: bool = False,
     ) -> None:
         self.level = level
         self.workload = workload
@@ -95,6 +99,7 @@ class LevelRun:
         self.device = device
         self.step = 0
         self._planter = planter
+        self._always_syncs = planter.always_syncs and not reduce_once
         self._loss_divisor = level.accumulation / planter.loss_factor(level.dp, level.accumulation)
         self._micro_step_s = 0.0
         workload.module.to(device)
@@ -107,6 +112,7 @@ class LevelRun:
             process_group=group,
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=workload.find_unused_parameters,
+            gradient_as_bucket_view=bucket_view,
         )
         self._parameters = [
             p
@@ -220,7 +226,7 @@ class LevelRun:
 
     def _syncs(self, micro_step: int) -> bool:
         """Tells whether gradients are reduced in a micro-step: in the last one only."""
-        return self._planter.always_syncs or micro_step == self.level.accumulation - 1
+        return self._always_syncs or micro_step == self.level.accumulation - 1
 
     def _sync_context(self, micro_step: int) -> AbstractContextManager[None]:
         if self._syncs(micro_step):
