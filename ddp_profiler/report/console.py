@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ddp_profiler import units
 from ddp_profiler.analysis.parts import PARTS
-from ddp_profiler.analysis.results import ClockOffset, LevelResult, Summary
+from ddp_profiler.analysis.results import ClockOffset, ConfirmedGain, LevelResult, Summary
 from ddp_profiler.analysis.sampled import lateness
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.report.text import WIDTH, simple_table, text_console
@@ -416,6 +416,25 @@ def _overhead(level: LevelResult) -> tuple[str, str]:
     return text, f"{low:+.1f}..{high:+.1f}"
 
 
+def _confirmation(found: ConfirmedGain | None) -> list[str]:
+    if found is None:
+        return []
+    low, high = found.predicted_interval90_ms
+    said = f"{found.level}: {found.text}: predicted gain {units.ms(found.predicted_gain_ms)} ms "
+    said += f"a step ({units.ms(low)} to {units.ms(high)})"
+    if found.gain_ms is None:
+        return [f"not confirmed: {said}; {found.problem}"]
+    real = f"real gain {units.ms(found.gain_ms)} ms"
+    if found.ci95_ms is not None:
+        real += f" ({units.ms(found.ci95_ms[0])} to {units.ms(found.ci95_ms[1])})"
+    share = found.gain_ms / found.before_ms if found.before_ms else None
+    off = "" if found.error_pct is None else f"; the prediction is off by {found.error_pct:+.1f} %"
+    return [
+        f"confirmed: {said}, {real}, {units.percent(share, 0)} of {units.ms(found.before_ms)} ms"
+        f"{off}"
+    ]
+
+
 def _footnotes(summary: Summary) -> list[str]:
     lines = []
     told: dict[str, list[str]] = {}
@@ -435,6 +454,7 @@ def _footnotes(summary: Summary) -> list[str]:
     if len(summary.run.clocks) > _CLOCKS_SHOWN:
         lines.append(f"... and {len(summary.run.clocks) - _CLOCKS_SHOWN} more clocks")
     lines += [f"note: {note}" for note in summary.notes]
+    lines += _confirmation(summary.confirmation)
     for finding in summary.findings:
         lines.append(f"{finding.severity}: {finding.message} ({finding.evidence})")
     return lines
