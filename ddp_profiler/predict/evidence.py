@@ -20,6 +20,8 @@ from ddp_profiler.predict.waiting import expected_wait_ms, significant
 
 _MB = 2**20
 _AT_ONCE = {"gloo": 2, "nccl": 1}
+_LEAST_OVERLAP = 0.1
+"""Share of the communication beside backward from which on contention can be told."""
 _OWN = ("data", "forward", "backward", "other")
 
 
@@ -183,8 +185,8 @@ class Evidence:
             late_backward=late_backward,
             buckets=buckets,
             copy=tuple(self._copying(target, buckets)),
-            fill=self._filling(),
-            contention_per_byte=self._contention_per_byte(target) if target.dp > 1 else 0.0,
+            fill=self._filling(target),
+            contention_per_byte=self._contention_per_byte(target),
             wait=self._wait(target),
             optimizer=costs.optimizer,
             forward_comm=self._module_comm(target, "forward_comm"),
@@ -284,20 +286,36 @@ class Evidence:
             if rank.rank in late
         }
 
-    def _filling(self) -> float:
-        """Returns what a synchronising backward takes more at dp = 1: filling buckets, in ms."""
-        if self.single is None:
-            return 0.0
-        costs = _costs(self.single)
-        return max(0.0, costs.sync_backward / max(1.0, costs.syncs))
+    def _filling(self, target: Target) -> float:
+        """Returns what a synchronising backward takes more than another, in ms.
+
+        That of dp = 1, where buckets are filled and nothing travels. What it takes more at the
+        nearest level with communication is contention, unless hardly anything travelled beside
+        backward there: then it has another cause, and is here.
+        """
+        alone = 0.0
+        if self.single is not None:
+            costs = _costs(self.single)
+            alone = max(0.0, costs.sync_backward / max(1.0, costs.syncs))
+        if target.dp < 2 or self._hides_enough(self.nearest(target)):
+            return alone
+        costs = _costs(self.nearest(target))
+        return max(alone, costs.sync_backward / max(1.0, costs.syncs))
+
+    @staticmethod
+    def _hides_enough(level: LevelResult) -> bool:
+        """Tells whether so much travelled beside backward that contention can be seen."""
+        return (level.comm.overlap_fraction or 0.0) >= _LEAST_OVERLAP
 
     def _contention_per_byte(self, target: Target) -> float:
         """Returns by how much backward slows down for each byte that travels beside it, in ms."""
+        if target.dp < 2:
+            return 0.0
         level = self.nearest(target)
         costs, comm = _costs(level), level.comm
-        if not comm.overlap_fraction or not comm.gradient_bytes:
+        if not comm.overlap_fraction or not comm.gradient_bytes or not self._hides_enough(level):
             return 0.0
-        slower = costs.sync_backward / max(1.0, costs.syncs) - self._filling()
+        slower = costs.sync_backward / max(1.0, costs.syncs) - self._filling(target)
         travelling = comm.gradient_bytes / max(1.0, costs.syncs) * 2 * (level.dp - 1) / level.dp
         return max(0.0, slower) / (travelling * comm.overlap_fraction)
 

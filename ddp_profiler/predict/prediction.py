@@ -204,7 +204,7 @@ class Predictor:
         per_node = min(request.dp, request.ranks_per_node or self.evidence.ranks_per_node)
         nodes = -(-request.dp // per_node)
         if request.dp > most:
-            notes.append(f"dp {request.dp} is beyond the largest measured, {most}.")
+            notes.append(f"More ranks than were measured; the most were {most}.")
         accumulation = request.accumulation or largest.accumulation
         known = [lv for lv in self.evidence.levels if lv.dp == request.dp and lv.nodes == nodes]
         ranks = tuple(range(request.dp))

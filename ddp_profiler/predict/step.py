@@ -129,12 +129,9 @@ def replay_step(
             at_once=given.at_once,
             copy_ms=given.copy,
         )
-        contention = (
-            given.contention_per_byte
-            * drawn.contention
-            * travelling
-            * done.overlapped_wire_fraction
-        )
+        slowed = given.contention_per_byte * drawn.contention * travelling
+        # What travels takes at most all of the time in which it does.
+        contention = min(slowed * done.overlapped_wire_fraction, done.overlapped_ms)
     parts = dict.fromkeys(PARTS, 0.0)
     parts |= {part: given.micro_steps * value for part, value in own.items()}
     parts["backward"] += given.syncs * (done.local_end_ms - typical)
