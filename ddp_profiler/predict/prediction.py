@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import brentq
 
 from ddp_profiler.analysis.results import Summary
 from ddp_profiler.errors import InputError, UsageError
@@ -29,6 +30,10 @@ _CONTENTION_ERROR = 0.3
 _WAIT_ERROR = 0.2
 _TCP_EFFICIENCY = 0.956
 """Share of a link's rate that TCP frames leave to data."""
+_IN_TRAINING = (0.7, 2.0)
+"""By how much AllReduces in training may differ from those in isolation."""
+_SHOWS_FRACTION = 0.02
+"""Share of the step that transfer must be exposed to show how long it takes."""
 _INTERVAL = (5, 95)
 _LINK_BOUND = 0.8
 """An AllReduce that reaches this share of the link's rate is bounded by it."""
@@ -103,11 +108,12 @@ class Predictor:
         notes += more
         notes += self._notes(target, model)
         given = self.evidence.ingredients(target)
-        exact = replay_step(given, model)
+        in_training = math.log(self._in_training(target))
+        exact = replay_step(given, model, Scatter(network=in_training))
         steps = np.array(
             [
                 replay_step(given, model, drawn).step_ms * drawn.model
-                for drawn in self._scatter(target, model)
+                for drawn in self._scatter(target, model, in_training)
             ]
         )
         # Around the step of the parts, which are what the user sees.
@@ -309,7 +315,46 @@ class Predictor:
         alone = single.costs_ms.step_ms(target.accumulation)
         return rate / target.dp / ((single.micro_batch or 0) * target.accumulation / alone * 1e3)
 
-    def _scatter(self, target: Target, model: NetworkModel | None) -> list[Scatter]:
+    def _in_training(self, target: Target) -> float:
+        """Returns how much longer AllReduces take in training than in isolation.
+
+        The factor with which the nearest level's replay gives the exposed transfer that was
+        measured there; 1 where its communication is hidden, so that nothing shows it.
+        """
+        if target.dp < 2:
+            return 1.0
+        level = self.evidence.nearest(target)
+        model = self.evidence.network(level.nodes > 1)
+        measured, step = level.breakdown_ms["exposed_transfer"], level.step_ms
+        if model is None or step is None or measured is None or level.lateness is None:
+            return 1.0
+        as_it_was = self.evidence.ingredients(
+            Target(
+                level.dp,
+                level.nodes,
+                -(-level.dp // level.nodes),
+                level.accumulation,
+                tuple(rank.rank for rank in level.ranks),
+                Request(level.dp),
+            )
+        )
+
+        def exposed(factor: float) -> float:
+            done = replay_step(as_it_was, model, Scatter(network=math.log(factor)))
+            return done.parts_ms["exposed_transfer"]
+
+        if min(measured, exposed(1.0)) < _SHOWS_FRACTION * step.mean:
+            return 1.0
+        low, high = _IN_TRAINING
+        if measured <= exposed(low):
+            return low
+        if measured >= exposed(high):
+            return high
+        return float(brentq(lambda factor: exposed(factor) - measured, low, high, xtol=1e-4))
+
+    def _scatter(
+        self, target: Target, model: NetworkModel | None, in_training: float
+    ) -> list[Scatter]:
         """Draws what is not known exactly; the same way for every target."""
         random = np.random.default_rng(_SEED)
         base = self.evidence.base(target)
@@ -324,7 +369,7 @@ class Predictor:
         return [
             Scatter(
                 compute=max(0.1, 1 + noise * z[0]),
-                network=spread * z[1],
+                network=in_training + spread * z[1],
                 contention=math.exp(_CONTENTION_ERROR * z[2]),
                 wait=max(0.0, 1 + _WAIT_ERROR * z[3]),
                 model=max(0.1, 1 + self.model_error * z[4]),

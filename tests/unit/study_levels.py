@@ -38,10 +38,13 @@ def allreduce_ms(dp, nbytes, gbit, overhead=0.2, latency=0.05):
     return overhead + 2 * (dp - 1) * latency, wire
 
 
-def law(dp, *, accumulation=1, gbit=1.0, cap_mb=25.0, at_once=2, copies=True, syncs=1):
+def law(
+    dp, *, accumulation=1, gbit=1.0, cap_mb=25.0, at_once=2, copies=True, syncs=1, in_training=1.0
+):
     """The parts of a step by the law, and its AllReduces."""
     buckets = pack([LAYER_BYTES] * LAYERS, ready_ms(), cap_mb * 2**20)
-    costs = [Cost(*allreduce_ms(dp, b.nbytes, gbit)) for b in buckets] if dp > 1 else []
+    alone = [allreduce_ms(dp, b.nbytes, gbit) for b in buckets] if dp > 1 else []
+    costs = [Cost(in_training * latency, in_training * wire) for latency, wire in alone]
     copy = [COPY_MS * b.nbytes / (LAYERS * LAYER_BYTES) if copies else 0.0 for b in buckets]
     if dp > 1:
         done = replay(buckets, costs, BACKWARD_MS, at_once=at_once, copy_ms=copy)
@@ -69,11 +72,19 @@ def level(
     passing=(0.0,) * 41,
     syncs=1,
     micro_batch=8,
+    in_training=1.0,
 ):
     """A level whose every figure follows the law; ``late`` is rank -> ms in backward."""
     nodes = dp if nodes is None else nodes
     late = late or {}
-    parts, done, buckets = law(dp, accumulation=accumulation, gbit=gbit, cap_mb=cap_mb, syncs=syncs)
+    parts, done, buckets = law(
+        dp,
+        accumulation=accumulation,
+        gbit=gbit,
+        cap_mb=cap_mb,
+        syncs=syncs,
+        in_training=in_training,
+    )
     mean_late = sum(late.get(rank, 0.0) for rank in range(dp)) / dp
     parts["backward"] += mean_late
     worst = max([late.get(rank, 0.0) for rank in range(dp)])

@@ -101,6 +101,15 @@ def test_passing_lateness_grows_with_the_ranks():
         assert wait == pytest.approx(10 * dp / (dp + 1) - 5, abs=0.1)
 
 
+def test_reductions_that_take_longer_in_training_do_so_elsewhere():
+    slow = level(2, in_training=1.3)
+    found = predictor(level(1), slow).predict(Request(2))
+    assert found.step_ms.median == pytest.approx(slow.step_ms.mean, rel=0.005)
+    expected = sum(law(4, in_training=1.3)[0].values())
+    found = predictor(level(1), slow).predict(Request(4))
+    assert found.step_ms.median == pytest.approx(expected, rel=0.01)
+
+
 def test_back_test_predicts_each_level_from_the_others():
     tests = predictor(level(1), level(2), level(4)).back_test()
     assert [test.held_out for test in tests.tests] == ["dp2-acc1", "dp4-acc1"]
