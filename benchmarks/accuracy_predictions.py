@@ -271,4 +271,72 @@ class RealPredictions(Predictions):
     goal_covered = None
 
 
-PREDICTIONS: tuple[Experiment, ...] = (Predictions(), RealPredictions())
+class Confirmed(Experiment):
+    """A bad setting, what is proposed against it, and what that brings."""
+
+    name = "confirm"
+    title = "Predicted and real gain"
+    text = (
+        "2 lab nodes of one rank each with a bad setting planted; `--confirm` proposes the change "
+        "that gains most and measures it in turns with the setting as it was. Buckets: cap 0.1 MB "
+        "on links of 250 Mbit/s, 96 timed layers of 0.1 MB. Reductions: 4 micro-steps that all "
+        "reduce (no_sync forgotten), 500 Mbit/s."
+    )
+
+    def cases(self, *, quick: bool) -> list[Case]:
+        """3 runs of each bad setting."""
+        every = [{"bad": bad, "run": run} for bad in _BAD for run in range(3)]
+        return every[3:4] if quick else every
+
+    def measure(self, case: Case) -> Figures:
+        """Runs a study that confirms."""
+        mbit, _, options = _BAD[case["bad"]]
+        with (
+            lab_tool.Lab(nodes=2, rate_mbit=mbit) as lab,
+            lab_study(lab, "--dp", "1,2", "--placement", "packed", "--confirm", *options) as run,
+        ):
+            return {"confirmation": run.summary["confirmation"]}
+
+    def rows(self, measured: Sequence[tuple[Case, Figures]]) -> list[Row]:
+        """A row for each run."""
+        rows = []
+        for case, figures in measured:
+            found = figures["confirmation"]
+            _, setting, _ = _BAD[case["bad"]]
+            place = f"{case['bad']}, run {case['run'] + 1}"
+            if found is None or found["gain_ms"] is None:
+                rows.append(Row(place, setting, "nothing confirmed", "", "10 %", False))
+                continue
+            off = found["error_pct"]
+            rows.append(
+                Row(
+                    f"{place}: {found['text']}",
+                    f"real gain {found['gain_ms']:.1f} of {found['before_ms']:.1f} ms",
+                    f"predicted {found['predicted_gain_ms']:.1f} ms",
+                    f"{off:+.1f} %",
+                    "10 %",
+                    found["setting"] == setting and abs(off) <= 10,
+                )
+            )
+        return rows
+
+
+_SMALL_BUCKETS = "timed:layers=96,forward_ms=0.4,backward_ms=0.8,parameters=26000"
+_BAD: Mapping[str, tuple[int, str, tuple[str, ...]]] = {
+    "buckets": (
+        250,
+        "bucket_cap_mb",
+        ("--model", _SMALL_BUCKETS, "--bucket-cap-mb", "0.1", "--allreduce-max-mb", "16"),
+    ),
+    "reductions": (
+        500,
+        "reduce_once",
+        (
+            *("--model", _TIMED, "--bucket-cap-mb", "4", "--accumulate", "4"),
+            *("--plant", "sync=always", "--allreduce-max-mb", "16"),
+        ),
+    ),
+}
+"""Rate of the links, what has to be proposed, and options of the study."""
+
+PREDICTIONS: tuple[Experiment, ...] = (Predictions(), RealPredictions(), Confirmed())

@@ -135,6 +135,19 @@ def forecast(case):
     return {"base": base, "found": found}
 
 
+def gain(case):
+    setting = {"buckets": "bucket_cap_mb", "reductions": "reduce_once"}[case["bad"]]
+    found = {
+        "setting": setting,
+        "text": "do it",
+        "gain_ms": 50.0,
+        "before_ms": 200.0,
+        "predicted_gain_ms": 52.0,
+        "error_pct": 4.0,
+    }
+    return {"confirmation": found}
+
+
 RIGHT = {
     "links": link,
     "late": late,
@@ -148,6 +161,7 @@ RIGHT = {
     "crosscheck": crosscheck,
     "predict": forecast,
     "predict-real": forecast,
+    "confirm": gain,
 }
 
 
@@ -262,6 +276,18 @@ def one_far_off(figures):
     figures["found"][0]["measured"]["mean"] = 120.0
 
 
+def nothing_confirmed(figures):
+    figures["confirmation"] = None
+
+
+def another_change(figures):
+    figures["confirmation"]["setting"] = "bucket_view"
+
+
+def gain_far_off(figures):
+    figures["confirmation"]["error_pct"] = -12.0
+
+
 def outside_the_interval(figures):
     for one in figures["found"]:
         one["predicted"]["step_ms"]["interval90"] = [99.0, 100.5]
@@ -271,6 +297,9 @@ def outside_the_interval(figures):
     ("name", "change"),
     [
         ("predict", all_off),
+        ("confirm", nothing_confirmed),
+        ("confirm", another_change),
+        ("confirm", gain_far_off),
         ("predict", one_far_off),
         ("predict", outside_the_interval),
         ("predict-real", all_off),
