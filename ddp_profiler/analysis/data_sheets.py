@@ -127,8 +127,15 @@ _SHEETS: dict[str, DataSheet] = {
         "A100 PCIe 80GB", _A100_SOURCE, _A100, 80, 1935, ("NVLink bridge", 600), 64, 108, 300
     ),
     "L40S": _sheet(
-        "L40S", "NVIDIA L40S data sheet", _rates(91.6, 183, 362.05, 362.05), 48, 864, None, 64,
-        142, 350,
+        "L40S",
+        "NVIDIA L40S data sheet",
+        _rates(91.6, 183, 362.05, 362.05),
+        48,
+        864,
+        None,
+        64,
+        142,
+        350,
     ),
     "H100 80GB HBM3": _sheet(
         "H100 SXM", _H100_SOURCE, _H100_SXM, 80, 3350, ("NVLink", 900), 128, 132, 700

@@ -13,6 +13,7 @@ from ddp_profiler.analysis.clocks import ClockOffset
 from ddp_profiler.analysis.feeding import Feeding
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.reduction import Reduction
+from ddp_profiler.analysis.roofline import Hardware, Roofline
 from ddp_profiler.analysis.sampled import SampledWindow
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.analysis.statistics import Distribution
@@ -156,6 +157,7 @@ class LevelResult:
     ``feeding`` is what entered a script's training; None in studies.
     ``windows`` are those of a script that was observed again and again; empty where only once.
     ``reduction`` is what a script's record says about how it reduces; None for a study.
+    ``roofline`` is what limits the step; None where operations were not counted (scripts).
     """
 
     id: str
@@ -199,6 +201,7 @@ class LevelResult:
     feeding: Feeding | None = None
     windows: tuple[SampledWindow, ...] = ()
     reduction: Reduction | None = None
+    roofline: Roofline | None = None
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What the numbers belong to."""
+    """What the numbers belong to. ``hardware`` is None where it was not measured (scripts)."""
 
     run_id: str
     status: str
@@ -228,6 +231,7 @@ class RunResult:
     environment: Mapping[str, Mapping[str, object]]
     statistics_unit: str
     clocks: tuple[ClockOffset, ...] = ()
+    hardware: Hardware | None = None
 
 
 @dataclass(frozen=True)

@@ -129,9 +129,7 @@ def _hardware(device: DevicePeaks, facts: LevelFacts) -> Hardware:
         arithmetic=device.arithmetic,
         flops_per_s=device.flops_per_s,
         memory_bytes_per_s=memory,
-        ridge_flops_per_byte=device.flops_per_s / memory
-        if device.flops_per_s and memory
-        else None,
+        ridge_flops_per_byte=device.flops_per_s / memory if device.flops_per_s and memory else None,
         operation_us=None if device.operation_s is None else device.operation_s * 1e6,
         data_sheet=sheet,
         data_sheet_reason=reason,

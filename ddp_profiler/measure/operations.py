@@ -85,7 +85,8 @@ def _of_micro_step(
     items = [workload.dataset[i % samples] for i in range(micro_batch)]
     with state_kept(modules, device), alone(modules):
         batch = to_device(default_collate(items), device)
-        with ByteCounter() as counter:  # type: ignore[no-untyped-call]
+        counter = ByteCounter()
+        with counter:
             inputs = workload.inputs(batch)
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
                 loss = workload.loss(workload.module(*inputs), batch)
@@ -105,7 +106,8 @@ def _of_optimizer(
             copy.grad = torch.zeros_like(copy)
         optimizer = workload.optimizer(copies)
         optimizer.step()
-        with ByteCounter() as counter:  # type: ignore[no-untyped-call]
+        counter = ByteCounter()
+        with counter:
             optimizer.step()
     except Exception:
         # An optimizer that closes over the model's own parameters, for example.
@@ -149,9 +151,7 @@ class ByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 group[place] += value
         return result
 
-    def _flops(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> int:
+    def _flops(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
         formula: Callable[..., int] | None = self._products.flop_registry.get(func.overloadpacket)
         return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 

@@ -90,7 +90,7 @@ def measure_copies(
         while nbytes <= largest:
             a, b = source[: nbytes // 2], target[: nbytes // 2]
             at_once = max(1, _AT_ONCE_BYTES // nbytes)
-            best = _best_time(device, lambda a=a, b=b: b.copy_(a), at_once, seconds)  # type: ignore[misc]
+            best = _best_time(device, lambda a=a, b=b: b.copy_(a), at_once, seconds)
             rates.append(CopyRate(nbytes, nbytes / best))
             nbytes *= _GROWTH
     except RuntimeError:
