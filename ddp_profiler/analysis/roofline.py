@@ -303,13 +303,15 @@ def _judge(
         )
     if times is None or rest_ms <= 0:
         return None, "operations were not counted, or the device's peaks not measured"
-    least = f"of {rest_ms:.3g} ms, products need at least {times.compute_ms:.3g} ms and memory "
-    least += f"{times.memory_ms:.3g} ms"
+    least = (
+        f"of {rest_ms:.3g} ms, products need at least {times.compute_ms:.3g} ms and memory "
+        f"{times.memory_ms:.3g} ms"
+    )
     if times.compute_ms + times.memory_ms < NEAR_FRACTION * rest_ms:
         operations = sum(group.operations for group in groups)
         return Bound.NONE, (
-            f"neither roof is near: {least}; starting small operations takes {times.start_ms:.3g} "
-            f"ms or more ({operations} operations in all)"
+            f"neither roof is near: {least}; the smallest of {operations} operations take "
+            f"{times.start_ms:.3g} ms to start"
         )
     if times.compute_ms >= times.memory_ms:
         return Bound.COMPUTE, f"near the roof of products: {least}"

@@ -22,6 +22,7 @@ _GAP = 2
 _HEADER_LEAST = 8
 _CORNER = "ms a step"
 _CLOCKS_SHOWN = 4
+_ROOFS_SHOWN = 3
 _WINDOWS_SHOWN = 12
 _ASCII_BOX = {
     code: "-" if chr(code) in "─━┄┅┈┉╌╍═╴╶╸╺╼╾" else "|" if chr(code) in "│┃┆┇┊┋╎╏║╵╷╹╻╽╿" else "+"
@@ -467,6 +468,8 @@ def _overhead(level: LevelResult) -> tuple[str, str]:
 
 def _footnotes(summary: Summary) -> list[str]:
     lines = _hardware_lines(summary.run.hardware)
+    roofs = [(level.id, level.roofline) for level in summary.levels if level.roofline]
+    lines += [f"{level} roofline: {roof.reason}." for level, roof in roofs[:_ROOFS_SHOWN]]
     told: dict[str, list[str]] = {}
     for level in summary.levels:
         for note in (*level.notes, *level.batch_check.notes):

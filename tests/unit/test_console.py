@@ -406,7 +406,7 @@ HARDWARE = Hardware(0, "NVIDIA H200", "tf32", 4.1e14, 4.2e12, 97.6, 4.2, None, N
 
 def test_hardware_and_roofline():
     levels = (
-        make_level(id="a", roofline=Roofline(Bound.COMPUTE, "", 0.1, 0.2, roof_fraction=0.74)),
+        make_level(id="a", roofline=Roofline(Bound.COMPUTE, "why", 0.1, 0.2, roof_fraction=0.74)),
         make_level(id="b", roofline=Roofline(Bound.INPUT, "", 0.61, 0.2, roof_fraction=0.74)),
         make_level(id="c", roofline=Roofline(Bound.COMMUNICATION, "", 0.1, 0.55)),
         make_level(
@@ -420,6 +420,7 @@ def test_hardware_and_roofline():
     text = console.render(make_summary(*levels[:3]))
     assert cells(text, "roofline") == ["compute", "74", "%", "input", "61", "%", "comm.", "55", "%"]
     assert "data sheet" not in text
+    assert "a roofline: why." in text
     text = console.render(make_summary(*levels[3:], run={"hardware": HARDWARE}))
     assert cells(text, "roofline") == ["neither", "23", "%", "-"]
     assert "roofline" not in console.render(make_summary(make_level()))
