@@ -405,6 +405,76 @@ class RankFeed:
 
 
 @dataclass(frozen=True)
+class OperationGroup:
+    """Operations of one kind and of about the same size; sizes are doubled from group to group.
+
+    Attributes:
+        operations: How many.
+        nbytes: Bytes of all tensors that they read and write, summed over operations.
+        flops: Floating-point operations of matrix products and convolutions; 0 for others.
+    """
+
+    operations: int
+    nbytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class OperationCount:
+    """The operations of a level's training, counted apart from its steps on its first rank.
+
+    Attributes:
+        micro_batch: Samples of the micro-step that was counted.
+        micro_step: Forward, loss and backward.
+        optimizer: An optimizer's step; None if it could not be counted.
+    """
+
+    micro_batch: int
+    micro_step: tuple[OperationGroup, ...]
+    optimizer: tuple[OperationGroup, ...] | None = None
+
+
+@dataclass(frozen=True)
+class CopyRate:
+    """How fast a device copies within its memory.
+
+    Attributes:
+        nbytes: Bytes of source and destination together.
+        bytes_per_s: Bytes read and written in a second.
+    """
+
+    nbytes: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class DevicePeaks:
+    """What a rank's device is, and what it reaches at its best, measured by this run.
+
+    Attributes:
+        rank: Global rank of the process that measured, while the level's others waited.
+        name: As ``torch.cuda.get_device_name`` has it; of a CPU its model.
+        device_type: ``cpu`` or ``cuda``.
+        arithmetic: What its matrix products compute in: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        memory_bytes: Size of a GPU's memory.
+        multiprocessors: Multiprocessors (NVIDIA) or compute units (AMD) of a GPU.
+        flops_per_s: Rate of a large matrix product; None if not measured.
+        copies: Copies of rising size, of which the last does not fit in any cache.
+        operation_s: Time that the smallest operation takes, in s, one after the other.
+    """
+
+    rank: int
+    name: str
+    device_type: str
+    arithmetic: str
+    memory_bytes: int | None = None
+    multiprocessors: int | None = None
+    flops_per_s: float | None = None
+    copies: tuple[CopyRate, ...] = ()
+    operation_s: float | None = None
+
+
+@dataclass(frozen=True)
 class LevelFacts:
     """What the worker found out about a level while it ran it (rank 0 of the level writes it).
 
@@ -436,6 +506,8 @@ class LevelFacts:
         optimized: The parameters that ``GRADIENT_DIGEST`` points index.
         reduced_outside_bytes: Bytes that rank 0 of a script handed to ``all_reduce`` by itself
             outside forward and backward, while it was observed.
+        operations: The operations of a micro-step and of the optimizer; None if not counted.
+        device: The device of the level's first rank, with its peaks; None if not measured.
     """
 
     id: str
@@ -458,6 +530,8 @@ class LevelFacts:
     ddps: tuple[DdpFacts, ...] = ()
     optimized: tuple[OptimizedParameter, ...] = ()
     reduced_outside_bytes: int = 0
+    operations: OperationCount | None = None
+    device: DevicePeaks | None = None
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,19 @@ def nbytes(value: int | float | None) -> str:
     return f"{value:.0f} B"
 
 
+def decimal(value: float | None, unit: str) -> str:
+    """Returns a quantity of any size with three significant digits and a decimal prefix.
+
+    >>> decimal(123.4e9, "FLOP/s"), decimal(4.8e12, "B/s"), decimal(5e7, "B/s"), decimal(None, "B")
+    ('123 GFLOP/s', '4.8 TB/s', '50 MB/s', '-')
+    """
+    if value is None:
+        return NOTHING
+    limits = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    scale, prefix = next((pair for pair in limits if abs(value) >= pair[0]), (1.0, ""))
+    return f"{float(f'{value / scale:.3g}'):g} {prefix}{unit}"
+
+
 def significant(value: float | None) -> str:
     """Returns a number of any size with two significant digits.
 

@@ -15,6 +15,7 @@ from ddp_profiler.analysis.feeding import Feeding
 from ddp_profiler.analysis.lateness import Lateness
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.reduction import Reduction
+from ddp_profiler.analysis.roofline import Hardware, Roofline
 from ddp_profiler.analysis.sampled import SampledWindow
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.analysis.statistics import Distribution
@@ -163,6 +164,7 @@ class LevelResult:
     ``lateness`` is when ranks are ready to reduce, against each other; None where their clocks
     cannot be compared.
     ``gradient_element_bytes`` is the size of a gradient's element, mean over all.
+    ``roofline`` is what limits the step; None where operations were not counted (scripts).
     """
 
     id: str
@@ -208,6 +210,7 @@ class LevelResult:
     reduction: Reduction | None = None
     lateness: Lateness | None = None
     gradient_element_bytes: float | None = None
+    roofline: Roofline | None = None
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What the numbers belong to."""
+    """What the numbers belong to. ``hardware`` is None where it was not measured (scripts)."""
 
     run_id: str
     status: str
@@ -237,6 +240,7 @@ class RunResult:
     environment: Mapping[str, Mapping[str, object]]
     statistics_unit: str
     clocks: tuple[ClockOffset, ...] = ()
+    hardware: Hardware | None = None
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from ddp_profiler.analysis.results import (
     RunResult,
     Summary,
 )
+from ddp_profiler.analysis.roofline import describe_hardware, roofline
 from ddp_profiler.analysis.sampled import sampled_windows
 from ddp_profiler.analysis.scaling import Scaling, pop, scale
 from ddp_profiler.analysis.statistics import Distribution
@@ -103,6 +104,7 @@ def summarize_run(
             environment=info.environment,
             statistics_unit=_statistics_unit(levels),
             clocks=clocks,
+            hardware=describe_hardware(info.facts),
         ),
         levels=levels,
         findings=find(levels),
@@ -394,7 +396,8 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
     )
     notes += reduction_notes(reduction)
     notes += _subset_note(measured)
-    step_ms = _summarize(measured.plain)
+    step_ms, instrumented_ms = _summarize(measured.plain), _summarize(measured.instrumented)
+    breakdown_ms = _mean_breakdown(measured.breakdowns)
     observed, micro_steps = _observed(measured.instrumented, level)
     samples_per_s = _throughput(step_ms, observed or level.global_batch or None)
     feeding = observe(
@@ -431,11 +434,11 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         if measured.warmup
         else None,
         step_ms=step_ms,
-        instrumented_step_ms=_summarize(measured.instrumented),
+        instrumented_step_ms=instrumented_ms,
         samples_per_s=samples_per_s,
         tokens_per_s=_tokens_per_s(info, samples_per_s, step_ms, feeding),
         mfu=_mfu(samples_per_s, level.dp, facts),
-        breakdown_ms=_mean_breakdown(measured.breakdowns),
+        breakdown_ms=breakdown_ms,
         comm=_communication(measured.instrumented, level, facts),
         # Its time is that of the last rank to enter it, which may be the one that is missing.
         allreduce=allreduce.isolated(measured.columns, measured.index, level.dp, _link(info, facts))
@@ -496,6 +499,13 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         gradient_element_bytes=facts.gradient_bytes / facts.parameters
         if facts and facts.parameters
         else None,
+        roofline=roofline(
+            breakdown_ms,
+            instrumented_ms.mean if instrumented_ms else None,
+            level.accumulation,
+            facts,
+            step_ms.mean if step_ms else None,
+        ),
     )
 
 

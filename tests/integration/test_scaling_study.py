@@ -68,6 +68,9 @@ def test_an_input_bound_job_has_low_input_and_unchanged_communication_efficiency
     assert after["communication_efficiency"] == pytest.approx(
         before["communication_efficiency"], abs=0.08
     )
+    # The timed layers sleep, so without the wait for data no roof is near.
+    assert slow.level("dp2")["roofline"]["bound"] == "input"
+    assert quick.level("dp2")["roofline"]["bound"] == "none"
     limits = [f["message"] for f in slow.summary["findings"] if f["id"] == "limit"]
     assert all("limited by input" in message for message in limits)
 
