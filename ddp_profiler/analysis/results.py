@@ -12,6 +12,7 @@ from ddp_profiler.analysis.allreduce import AllReduceResult
 from ddp_profiler.analysis.clocks import ClockOffset
 from ddp_profiler.analysis.feeding import Feeding
 from ddp_profiler.analysis.model import StepCosts
+from ddp_profiler.analysis.noise_scale import NoiseScale
 from ddp_profiler.analysis.reduction import Reduction
 from ddp_profiler.analysis.sampled import SampledWindow
 from ddp_profiler.analysis.scaling import Pop
@@ -27,6 +28,7 @@ __all__ = [
     "Feeding",
     "Finding",
     "LevelResult",
+    "NoiseScale",
     "Overhead",
     "RankResult",
     "RunResult",
@@ -156,6 +158,7 @@ class LevelResult:
     ``feeding`` is what entered a script's training; None in studies.
     ``windows`` are those of a script that was observed again and again; empty where only once.
     ``reduction`` is what a script's record says about how it reduces; None for a study.
+    ``noise_scale`` tells whether a larger global batch pays, or why that is not known.
     """
 
     id: str
@@ -199,6 +202,7 @@ class LevelResult:
     feeding: Feeding | None = None
     windows: tuple[SampledWindow, ...] = ()
     reduction: Reduction | None = None
+    noise_scale: NoiseScale | None = None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from ddp_profiler.analysis.left_out import LeftOut, left_out
 from ddp_profiler.analysis.link import Link, link_of
 from ddp_profiler.analysis.machine import explain
 from ddp_profiler.analysis.model import StepCosts
+from ddp_profiler.analysis.noise_findings import noise_notes
+from ddp_profiler.analysis.noise_scale import noise_scale
 from ddp_profiler.analysis.parts import (
     PARTS,
     Columns,
@@ -391,6 +393,10 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
     )
     notes += reduction_notes(reduction)
     notes += _subset_note(measured)
+    noise = noise_scale(
+        dict(zip(measured.ranks, measured.columns, strict=True)), measured.index, level, facts
+    )
+    notes += noise_notes(noise)
     step_ms = _summarize(measured.plain)
     observed, micro_steps = _observed(measured.instrumented, level)
     samples_per_s = _throughput(step_ms, observed or level.global_batch or None)
@@ -487,6 +493,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             measured.clock_uncertainty_ms if len(measured.instrumented) == level.dp else None,
         ),
         reduction=reduction,
+        noise_scale=noise,
     )
 
 

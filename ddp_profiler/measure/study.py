@@ -44,6 +44,8 @@ from ddp_profiler.workload.plant import Planter, parse_plants
 
 TRACED_BLOCK = 1_000_000
 """Number of the block under torch.profiler: above those of all others."""
+_NOISE_STEPS = 8
+"""Few, since they are no part of any time: some per cent of a level's steps."""
 _BEAT_S = 0.5
 """Steps shorter than this are not interrupted by telling idle ranks that things move."""
 
@@ -230,6 +232,9 @@ class Study:
         machine = self._machines[index]
         baselines = [Variant.NO_SYNC] + ([Variant.BARE] if level.dp == 1 else [])
         plan = [(Variant.WARMUP, config.warmup), *block_plan(config.steps, *baselines)]
+        if level.dp * level.accumulation > 1:
+            plan.append((Variant.NOISE, min(_NOISE_STEPS, config.steps)))
+        # Last, since the batch proof estimates its time by these steps.
         plan.append((Variant.READY, min(3, config.steps)))
         phase.name = f"level {level.id}, building the model"
         if leads:
