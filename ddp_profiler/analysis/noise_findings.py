@@ -46,7 +46,7 @@ def _message(scale: NoiseScale) -> str:
     pays = {
         "below": "a larger one, as by more ranks, still pays",
         "about at": "a larger one, as by more ranks, pays partly",
-        "above": "a larger one, as by more ranks, buys little",
+        "above": "a larger one, as by more ranks, buys ever less",
     }[place]
     return (
         f"global batch {batch} is {place} the gradient noise scale of about "

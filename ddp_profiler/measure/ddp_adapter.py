@@ -174,7 +174,7 @@ class DdpAdapter:
         self._recorder = recorder
         self._number = number
         self.mechanism = mechanism or (available[0] if available else None)
-        self.norms = GradientNorms(-1 if number is None else number)
+        self.norms = GradientNorms(recorder, -1 if number is None else number)
         self._group: _ObservedGroup | None = None
         self._hook_registered = False
         self.attached = False

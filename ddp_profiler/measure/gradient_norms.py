@@ -26,14 +26,16 @@ class GradientNorms:
     """Norms of the gradient that one DDP reduces, of one backward after the other.
 
     Args:
+        recorder: Takes the points; its ``phase`` tells whether backward runs.
         index: The number of the DDP, where there are several.
 
     Attributes:
-        wanted: Whether buckets that are handed over are read.
+        wanted: Whether buckets that are handed over in backward are read.
     """
 
-    def __init__(self, index: int = -1) -> None:
+    def __init__(self, recorder: Recorder, index: int = -1) -> None:
         self.wanted = False
+        self._recorder = recorder
         self._index = index
         self._buckets: list[Tensor] = []
         self._local: list[Tensor] = []
@@ -47,6 +49,9 @@ class GradientNorms:
                 reduced in place.
             ranks: That number.
         """
+        if self._recorder.phase is not SpanKind.BACKWARD:
+            # Under join a rank that has ended hands over zeros in place of a gradient.
+            return
         try:
             self._local.append(squared_norm(bucket) * ranks**2)
             self._buckets.append(bucket)
@@ -56,7 +61,6 @@ class GradientNorms:
 
     def take(
         self,
-        recorder: Recorder,
         *,
         local_samples: int | None = None,
         reduced_samples: int | None = None,
@@ -65,10 +69,10 @@ class GradientNorms:
     ) -> None:
         """Records both norms when backward has returned, and lets go of the buckets; never fails.
 
+        They are points of the current micro-step.
         Records nothing where nothing was reduced, or where a bucket could not be read.
 
         Args:
-            recorder: Takes the points, as part of the current micro-step.
             local_samples: Samples in this rank's gradient, where they are known.
             reduced_samples: Samples in that of all ranks, where they are known.
             divisor: What all gradients are too large by, as with a scaled loss.
@@ -86,7 +90,7 @@ class GradientNorms:
                 (SpanKind.REDUCED_GRADIENT_NORM, reduced_samples),
             )
             for (kind, samples), value in list(zip(kinds, both, strict=True))[not reads_local :]:
-                record(recorder, kind, value / divisor**2, nbytes, samples, self._index)
+                record(self._recorder, kind, value / divisor**2, nbytes, samples, self._index)
 
     def forget(self) -> None:
         """Lets go of what was read since the last :meth:`take`."""

@@ -344,7 +344,9 @@ class LevelRun:
             # Never before the last one: what is handed over then is this rank's alone.
             with contextlib.nullcontext() if micro_step == last else self.ddp.no_sync():
                 loss = self._loss(self.ddp, batch, self.workload.inputs(batch))
+                recorder.phase = SpanKind.BACKWARD
                 self._backward(loss)
+                recorder.phase = None
             if level.dp == 1 and micro_step == 0 < last:
                 # Its share of the sum, made the mean that the whole one is.
                 share = scale / level.accumulation
@@ -357,7 +359,6 @@ class LevelRun:
                     level.micro_batch,
                 )
         norms.take(
-            recorder,
             local_samples=level.micro_batch * level.accumulation,
             reduced_samples=level.global_batch,
             divisor=scale,

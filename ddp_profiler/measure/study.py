@@ -44,7 +44,7 @@ from ddp_profiler.workload.plant import Planter, parse_plants
 
 TRACED_BLOCK = 1_000_000
 """Number of the block under torch.profiler: above those of all others."""
-_NOISE_STEPS = 8
+_NOISE_STEPS = 6
 """Few, since they are no part of any time: some per cent of a level's steps."""
 _BEAT_S = 0.5
 """Steps shorter than this are not interrupted by telling idle ranks that things move."""

@@ -431,7 +431,7 @@ class Attachment:
         self.tracker.went_back(begin, self.recorder.mark())
         if self.tracker.warming_up:
             for adapter in self.models.adapters():
-                adapter.norms.take(self.recorder)
+                adapter.norms.take()
         self._scaled = False
         if self._kept is not None:
             self._kept.went_back(self.tracker.step)
