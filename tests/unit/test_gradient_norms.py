@@ -2,14 +2,21 @@
 
 import struct
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from ddp_profiler.analysis.noise_scale import noise_scale
 from ddp_profiler.measure.clock import HostTimeline
 from ddp_profiler.measure.gradient_norms import GradientNorms, of_gradients, squared_norm
+from ddp_profiler.measure.loop import LevelRun
 from ddp_profiler.measure.marks import Recorder
-from ddp_profiler.schema import SpanKind
+from ddp_profiler.schema import LevelSettings, SpanKind, Variant
+from ddp_profiler.workload import build
+from ddp_profiler.workload.plant import Planter, parse_plants
+from tests.integration.noise_model import truth
+from tests.unit.span_columns import NULL
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
 
@@ -108,3 +115,69 @@ def test_gradients_of_parameters():
     first.grad, second.grad = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 12.0])
     assert of_gradients([first, without, second]) == (169.0, 16)
     assert of_gradients([without]) == (0.0, 0)
+
+
+# ----------------------------------------------------------------------------------------------
+# The training loop of a study, in a group of one
+
+
+@pytest.fixture
+def trained(process_group):
+    """Returns a function that trains blocks at dp = 1 and returns columns and weights of each."""
+
+    def train(model, variants, *, accumulation=4, precision="fp32", plants=()):
+        level, kept, weights = LevelSettings("dp1", 1, 8, accumulation, "packed", (0,)), [], []
+        run = LevelRun(
+            level,
+            build(model, seed=0, micro_batch=8, data=None),
+            Recorder(HostTimeline(), kept.append),
+            torch.distributed.group.WORLD,
+            0,
+            torch.device("cpu"),
+            bucket_cap_mb=0.002,
+            precision=precision,
+            seed=0,
+            planter=Planter(parse_plants(plants), 0),
+        )
+        for block, variant in enumerate(variants):
+            run.recorder.begin_block(0, 0, block, variant)
+            run.run_block(6, variant)
+            weights.append([p.detach().clone() for p in run.ddp.parameters()])
+        run.close()
+        columns = [
+            {name: np.array([NULL if v is None else v for v in vs]) for name, vs in block.items()}
+            for block in kept
+        ]
+        return level, columns, weights
+
+    return train
+
+
+MODEL = "tests.integration.noise_model:make"
+
+
+@pytest.mark.parametrize("plants", [(), ("sync=always",)], ids=str)
+def test_noise_block_of_a_study(trained, plants):
+    variants = (Variant.WARMUP, Variant.PLAIN, Variant.INSTRUMENTED, Variant.NOISE, Variant.READY)
+    level, blocks, weights = trained(MODEL, variants, plants=plants)
+    for block, variant in zip(blocks, variants, strict=True):
+        expected = 6 if variant is Variant.NOISE else 0
+        for kind in (SpanKind.LOCAL_GRADIENT_NORM, SpanKind.REDUCED_GRADIENT_NORM):
+            assert (block["kind"] == kind).sum() == expected
+    # Parameters stay as they are.
+    before, after = weights[2:4]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    found = noise_scale({0: blocks[3]}, 0, level, None)
+    assert (found.small_batch, found.large_batch, found.steps) == (8, 32, 6)
+    assert found.ci95[0] < truth() < found.ci95[1] < 3 * truth()
+
+
+def test_a_scaled_loss_has_the_norms_of_one_that_is_not(trained):
+    norms = {}
+    for precision in ("fp32", "fp16"):
+        variants = (Variant.NOISE,)
+        _, (block,), _ = trained("mlp:width=32,depth=3", variants, precision=precision)
+        for kind in (SpanKind.LOCAL_GRADIENT_NORM, SpanKind.REDUCED_GRADIENT_NORM):
+            norms[precision, kind] = block["value"][block["kind"] == kind].view(np.float64)
+    for kind in (SpanKind.LOCAL_GRADIENT_NORM, SpanKind.REDUCED_GRADIENT_NORM):
+        assert norms["fp16", kind] == pytest.approx(norms["fp32", kind], rel=0.02)
