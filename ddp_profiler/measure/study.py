@@ -45,7 +45,8 @@ from ddp_profiler.workload.plant import Planter, parse_plants
 TRACED_BLOCK = 1_000_000
 """Number of the block under torch.profiler: above those of all others."""
 _NOISE_STEPS = 6
-"""Few, since they are no part of any time: some per cent of a level's steps."""
+_NOISE_SHARE = 0.3
+"""Of the plain steps, where that is more: few, since these steps are no part of any time."""
 _BEAT_S = 0.5
 """Steps shorter than this are not interrupted by telling idle ranks that things move."""
 
@@ -233,7 +234,8 @@ class Study:
         baselines = [Variant.NO_SYNC] + ([Variant.BARE] if level.dp == 1 else [])
         plan = [(Variant.WARMUP, config.warmup), *block_plan(config.steps, *baselines)]
         if level.dp * level.accumulation > 1:
-            plan.append((Variant.NOISE, min(_NOISE_STEPS, config.steps)))
+            steps = max(_NOISE_STEPS, int(_NOISE_SHARE * config.steps))
+            plan.append((Variant.NOISE, min(steps, config.steps)))
         # Last, since the batch proof estimates its time by these steps.
         plan.append((Variant.READY, min(3, config.steps)))
         phase.name = f"level {level.id}, building the model"

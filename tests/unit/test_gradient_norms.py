@@ -134,7 +134,7 @@ def trained(process_group):
             torch.distributed.group.WORLD,
             0,
             torch.device("cpu"),
-            bucket_cap_mb=0.002,
+            bucket_cap_mb=0.001,
             precision=precision,
             seed=0,
             planter=Planter(parse_plants(plants), 0),
