@@ -55,6 +55,12 @@ class SpanKind(IntEnum):
     """A point: an optimizer is about to step; ``value`` is a digest of all buffers' bits."""
     GRAPH_SEARCH = 15
     """Inside forward: DDP looks for parameters that the loss does not depend on."""
+    LOCAL_GRADIENT_NORM = 16
+    """A point: ``value`` holds the bits of a float64, the squared norm of this rank's gradient as
+    it is handed to the reduction, undivided; ``bytes`` is the gradient's size, ``samples`` how
+    many are in it, and ``index`` the number of a script's DDP."""
+    REDUCED_GRADIENT_NORM = 17
+    """The same of the gradient of all ranks, after the reduction."""
 
 
 class Interruption(IntEnum):
@@ -88,6 +94,9 @@ class Variant(IntEnum):
     KINETO = 8
     """All marks, under torch.profiler: the last steps of the block are in its trace. For the
     comparison of both only; left out of all figures."""
+    NOISE = 9
+    """Every step reduces and the optimizer does not step: norms of gradients before and after
+    their reduction, all at the same parameters."""
 
 
 SPAN_COLUMNS: tuple[tuple[str, str], ...] = (
@@ -115,7 +124,7 @@ the rank's own timeline; ``end_ns`` is null where the end was never noticed.
 ``bytes`` and ``samples`` are null where they do not apply. ``value`` is what the
 kind says: the tokens of a script's ``FORWARD`` and ``STEP``, the number of the DDP
 of a script's ``GRADIENT``, the parameters that a ``BOOKKEEPING`` map holds as
-unused on this rank, a digest.
+unused on this rank, a digest, the bits of a float64 (norms of gradients).
 """
 
 NULLABLE_SPAN_COLUMNS = frozenset({"end_ns", "bytes", "samples", "value"})

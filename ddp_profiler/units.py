@@ -79,6 +79,18 @@ def significant(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.2g}"
 
 
+def about(value: float | None) -> str:
+    """Returns a number of 0 or more with two significant digits and no exponent.
+
+    >>> about(0.0), about(3.14), about(912.3), about(123456.0), about(None)
+    ('0', '3.1', '910', '120000', '-')
+    """
+    if value is None:
+        return NOTHING
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:.0f}" if rounded >= 10 else f"{max(rounded, 0.0):.2g}"
+
+
 ranks = name_ranks
 """Returns rank numbers as words, in runs, as error messages have them."""
 

@@ -14,6 +14,7 @@ from ddp_profiler.analysis.confirmation import ConfirmedGain
 from ddp_profiler.analysis.feeding import Feeding
 from ddp_profiler.analysis.lateness import Lateness
 from ddp_profiler.analysis.model import StepCosts
+from ddp_profiler.analysis.noise_scale import NoiseScale
 from ddp_profiler.analysis.reduction import Reduction
 from ddp_profiler.analysis.roofline import Hardware, Roofline
 from ddp_profiler.analysis.sampled import SampledWindow
@@ -32,6 +33,7 @@ __all__ = [
     "Finding",
     "Lateness",
     "LevelResult",
+    "NoiseScale",
     "Overhead",
     "RankResult",
     "RunResult",
@@ -165,6 +167,7 @@ class LevelResult:
     cannot be compared.
     ``gradient_element_bytes`` is the size of a gradient's element, mean over all.
     ``roofline`` is what limits the step; None where operations were not counted (scripts).
+    ``noise_scale`` tells whether a larger global batch pays, or why that is not known.
     """
 
     id: str
@@ -211,6 +214,7 @@ class LevelResult:
     lateness: Lateness | None = None
     gradient_element_bytes: float | None = None
     roofline: Roofline | None = None
+    noise_scale: NoiseScale | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from ddp_profiler.analysis.left_out import LeftOut, left_out
 from ddp_profiler.analysis.link import Link, link_of
 from ddp_profiler.analysis.machine import explain
 from ddp_profiler.analysis.model import StepCosts
+from ddp_profiler.analysis.noise_findings import noise_notes
+from ddp_profiler.analysis.noise_scale import noise_scale
 from ddp_profiler.analysis.parts import (
     PARTS,
     Columns,
@@ -398,6 +400,10 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
     notes += _subset_note(measured)
     step_ms, instrumented_ms = _summarize(measured.plain), _summarize(measured.instrumented)
     breakdown_ms = _mean_breakdown(measured.breakdowns)
+    noise = noise_scale(
+        dict(zip(measured.ranks, measured.columns, strict=True)), measured.index, level, facts
+    )
+    notes += noise_notes(noise)
     observed, micro_steps = _observed(measured.instrumented, level)
     samples_per_s = _throughput(step_ms, observed or level.global_batch or None)
     feeding = observe(
@@ -506,6 +512,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             facts,
             step_ms.mean if step_ms else None,
         ),
+        noise_scale=noise,
     )
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddp_profiler.measure import backward, ddp_adapter
+from ddp_profiler.measure import backward, ddp_adapter, gradient_norms
 from ddp_profiler.measure.backward import BackwardWatch
 from ddp_profiler.measure.batches import Batches, number_of_samples
 from ddp_profiler.measure.machine import MachineWatch
@@ -145,10 +145,12 @@ class LevelRun:
             Variant.BARE: self._bare_step,
             Variant.NO_SYNC: self._no_sync_step,
             Variant.READY: self._no_sync_step,
+            Variant.NOISE: self._noise_step,
         }.get(variant, self._instrumented_step)
         hooks = self._watch_parameters() if variant is Variant.READY else []
         if one_step != self._plain_step:
             self.adapter.attach()
+        self.adapter.norms.wanted = variant is Variant.NOISE
         self._meet()
         if machine is not None:
             machine.begin()
@@ -171,6 +173,7 @@ class LevelRun:
         # DDP broadcasts buffers in the forward after a sync micro-step. A baseline block must not
         # take that away from the first step of the block after it.
         self.ddp.require_forward_param_sync = True
+        self.adapter.norms.wanted = False
         self.adapter.detach()
         for hook in hooks:
             hook.remove()
@@ -330,6 +333,46 @@ class LevelRun:
             self.optimizer.zero_grad()
         end = mark()
         recorder.span(SpanKind.OPTIMIZER, optimizer_begin, end)
+        recorder.step_span(begin, end)
+        return end
+
+    def _noise_step(self, begin: Any) -> Any:
+        """A step that takes the norms of its gradient and leaves the parameters as they are.
+
+        At dp = 1 the first micro-step stands for the smaller of the two batches.
+        """
+        level, recorder, norms = self.level, self.recorder, self.adapter.norms
+        scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        last = level.accumulation - 1
+        for micro_step in range(level.accumulation):
+            recorder.begin_micro_step(self.step, micro_step)
+            batch = self.batches.next()
+            # Never before the last one: what is handed over then is this rank's alone.
+            with contextlib.nullcontext() if micro_step == last else self.ddp.no_sync():
+                loss = self._loss(self.ddp, batch, self.workload.inputs(batch))
+                recorder.phase = SpanKind.BACKWARD
+                self._backward(loss)
+                recorder.phase = None
+            if level.dp == 1 and micro_step == 0 < last:
+                # Its share of the sum, made the mean that the whole one is.
+                share = scale / level.accumulation
+                value, nbytes = gradient_norms.of_gradients(p for _, p in self._reduced())
+                gradient_norms.record(
+                    recorder,
+                    SpanKind.LOCAL_GRADIENT_NORM,
+                    value / share**2,
+                    nbytes,
+                    level.micro_batch,
+                )
+        norms.take(
+            local_samples=level.micro_batch * level.accumulation,
+            reduced_samples=level.global_batch,
+            divisor=scale,
+            reads_local=level.dp > 1,
+        )
+        self.optimizer.zero_grad()
+        end = recorder.mark()
+        recorder.begin_micro_step(self.step, -1)
         recorder.step_span(begin, end)
         return end
 

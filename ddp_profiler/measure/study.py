@@ -48,6 +48,9 @@ from ddp_profiler.workload.plant import Planter, parse_plants
 
 TRACED_BLOCK = 1_000_000
 """Number of the block under torch.profiler: above those of all others."""
+_NOISE_STEPS = 6
+_NOISE_SHARE = 0.3
+"""Of the plain steps, where that is more: few, since these steps are no part of any time."""
 _BEAT_S = 0.5
 """Steps shorter than this are not interrupted by telling idle ranks that things move."""
 
@@ -235,6 +238,10 @@ class Study:
         machine = self._machines[index]
         baselines = [Variant.NO_SYNC] + ([Variant.BARE] if level.dp == 1 else [])
         plan = [(Variant.WARMUP, config.warmup), *block_plan(config.steps, *baselines)]
+        if level.dp * level.accumulation > 1:
+            steps = max(_NOISE_STEPS, int(_NOISE_SHARE * config.steps))
+            plan.append((Variant.NOISE, min(steps, config.steps)))
+        # Last, since the batch proof estimates its time by these steps.
         plan.append((Variant.READY, min(3, config.steps)))
         phase.name = f"level {level.id}, building the model"
         if leads:

@@ -240,6 +240,9 @@ def _rows(levels: Sequence[LevelResult]) -> list[_Row]:
         row("tokens/s", lambda v: units.rate(v.tokens_per_s))
     if any(level.roofline for level in levels):
         row("roofline", _bound)
+    if any(level.noise_scale and level.noise_scale.ci95 for level in levels):
+        row("noise scale (samples)", lambda v: _noise_scale(v)[0])
+        row("  95 % interval", lambda v: _noise_scale(v)[1])
     rows[-1].ends_section = True
     row(
         "instrumented step (mean)",
@@ -437,6 +440,17 @@ def _crossing(level: LevelResult) -> str:
     if interval is not None and interval[0] <= 0 <= interval[1]:
         return "not measurable"
     return f"{units.ms(level.crossing_ms)} {level.crossing_fraction * 100:4.0f}%"
+
+
+def _noise_scale(level: LevelResult) -> tuple[str, str]:
+    """Returns the noise scale, or what it is at least, and its interval."""
+    scale = level.noise_scale
+    if scale is None or scale.ci95 is None:
+        return units.NOTHING, units.NOTHING
+    low, high = scale.ci95
+    if high is None:
+        return f">= {units.about(low)}", units.NOTHING
+    return units.about(scale.samples), f"{units.about(low)}..{units.about(high)}"
 
 
 def _part(level: LevelResult, part: str) -> str:
