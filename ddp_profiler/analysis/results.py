@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ddp_profiler.analysis.allreduce import AllReduceResult
 from ddp_profiler.analysis.clocks import ClockOffset
 from ddp_profiler.analysis.feeding import Feeding
+from ddp_profiler.analysis.micro_batch import MicroBatchCurve
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.reduction import Reduction
 from ddp_profiler.analysis.sampled import SampledWindow
@@ -232,10 +233,11 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Summary:
-    """The content of ``summary.json``."""
+    """The content of ``summary.json``; ``micro_batches`` is None without a search for one."""
 
     schema_version: int
     run: RunResult
     levels: tuple[LevelResult, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
+    micro_batches: MicroBatchCurve | None = None

@@ -19,6 +19,7 @@ from ddp_profiler.analysis.gradient_scale import scale_notes
 from ddp_profiler.analysis.left_out import LeftOut, left_out
 from ddp_profiler.analysis.link import Link, link_of
 from ddp_profiler.analysis.machine import explain
+from ddp_profiler.analysis.micro_batch import curve
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.parts import (
     PARTS,
@@ -105,6 +106,7 @@ def summarize_run(
         levels=levels,
         findings=find(levels),
         notes=tuple(notes),
+        micro_batches=curve(info.micro_batches),
     )
 
 
