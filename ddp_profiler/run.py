@@ -276,9 +276,10 @@ class _Worker:
                     "--placement spread changes nothing here: no level between dp = 1 and "
                     f"{self.topology.world_size} can use more nodes."
                 )
+        samples = len(workload.dataset)
         del workload
         if config.find_micro_batch:
-            self._find_micro_batch(session, phase)
+            self._find_micro_batch(session, phase, samples)
 
         phase.name = "making the group that compares clocks"
         clock_sync = ClockSync(places, clock, session)
@@ -355,8 +356,14 @@ class _Worker:
                 parts=described.parts,
             )
 
-    def _find_micro_batch(self, session: Any, phase: Any) -> None:
-        """Measures memory and speed against the micro-batch; the levels use what is left open."""
+    def _find_micro_batch(self, session: Any, phase: Any, samples: int) -> None:
+        """Measures memory and speed against the micro-batch; levels use it where that is open.
+
+        Args:
+            session: This rank's part in the launch.
+            phase: Kept up to date for error messages.
+            samples: Samples of the data, of which every level needs a micro-step.
+        """
         from ddp_profiler.analysis.micro_batch import curve
         from ddp_profiler.measure.micro_batch import search_on_level
 
@@ -373,6 +380,7 @@ class _Worker:
         if config.micro_batch is None and config.global_batch is None and result is not None:
             chosen = result.efficient_micro_batch
         if chosen is not None:
+            chosen = min(chosen, samples // level.dp)
             self.levels = tuple(replace(level, micro_batch=chosen) for level in self.levels)
             if self.topology.rank == 0:
                 _say(f"the levels use micro-batch {chosen}")

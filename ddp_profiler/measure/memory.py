@@ -75,9 +75,7 @@ class CudaMemory:
 
     def begin(self) -> None:
         """Frees what is cached and begins anew."""
-        torch.cuda.synchronize(self._device)
-        gc.collect()
-        torch.cuda.empty_cache()
+        release(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> int:
@@ -102,14 +100,14 @@ class HostMemory:
 
     def __init__(self, folder: Path = Path("/proc/self")) -> None:
         self._status, self._clear = folder / "status", folder / "clear_refs"
-        _release()
+        release()
         self._before = read_status(self._status, "VmRSS")
         self._clear.write_text("5")
         read_status(self._status, "VmHWM")
 
     def begin(self) -> None:
         """Frees what is cached and begins anew."""
-        _release()
+        release()
         self._clear.write_text("5")
 
     def peak_bytes(self) -> int:
@@ -124,7 +122,7 @@ class SampledMemory:
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        _release()
+        release()
         self._before = int(self._process.memory_info().rss)
         self._peak = 0
         self._stop = threading.Event()
@@ -133,7 +131,7 @@ class SampledMemory:
     def begin(self) -> None:
         """Frees what is cached and begins anew."""
         self.peak_bytes()
-        _release()
+        release()
         self._peak = 0
         self._stop.clear()
         self._thread = threading.Thread(target=self._sample, daemon=True, name="memory")
@@ -299,9 +297,12 @@ def read_status(path: Path, name: str) -> int:
     raise ValueError(f"{path} has no {name}")
 
 
-def _release() -> None:
-    """Gives freed memory back to the system, or it would count for the next size too."""
+def release(device: torch.device | None = None) -> None:
+    """Gives freed memory back, that of a GPU too, or it would count for what comes next."""
     gc.collect()
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
     with contextlib.suppress(Exception):
         library: Any = ctypes.CDLL(None)
         library.malloc_trim(0)

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-from ddp_profiler.errors import InputError
 from ddp_profiler.config import StudyConfig
+from ddp_profiler.errors import InputError
 from ddp_profiler.measure.batches import to_device
 from ddp_profiler.measure.isolation import alone, norms_alone, random_kept
 from ddp_profiler.measure.loop import LevelRun
@@ -33,6 +33,7 @@ from ddp_profiler.measure.memory import (
     held_to,
     is_out_of_memory,
     open_meter,
+    release,
 )
 from ddp_profiler.measure.session import Session
 from ddp_profiler.measure.study import Phase, build_workload, make_timeline
@@ -52,6 +53,8 @@ _LEAST_TIMED, _MOST_TIMED = 3, 20
 _FINENESS = 8
 """Between what fits and what does not, sizes are halved down to this part of what fits."""
 _LARGEST = 2**20
+_TAKES = 2 * (3 + _LEAST_TIMED)
+"""Micro-steps of the last size that the next one, of twice as many samples, takes at least."""
 
 _FITS, _NO_MEMORY, _REFUSED = 0.0, 1.0, 2.0
 
@@ -110,6 +113,8 @@ def search(
             break
         if is_slower(done):
             ended = SLOWER
+            break
+        if trials.elapsed_s + _TAKES * statistics.median(done[-1].micro_step_ns) / 1e9 > _LONGEST_S:
             break
         micro_batch *= 2
     if ended == MEMORY and len(done) > 1:
@@ -240,9 +245,12 @@ class MeasuredTrials:
             count = int(_TIMED_S * 1e9 / max(1.0, slowest_ns))
             count = min(_MOST_TIMED, max(_LEAST_TIMED, count))
             own: list[float] = []
-            state, _ = self._attempt(
-                lambda: own.extend(self._timed(batch[0]) for _ in range(count)) or 0.0
-            )
+
+            def timed() -> float:
+                own.extend(self._timed(batch[0]) for _ in range(count))
+                return 0.0
+
+            state, _ = self._attempt(timed)
             own += [0.0] * (count - len(own))
             times = self._ranks.most(own)
         peak = self._ranks.most([float(self._memory.peak_bytes())])[0]
@@ -404,7 +412,7 @@ def search_on_level(
         found = _search(config, level, session.rank, group, device, memory, limit, tried)
         if leads:
             session.publish(key, found)
-        memory.begin()  # What the search has cached goes back to the system.
+        release(device)
         dist.destroy_process_group(group)
     learnt: MicroBatchSearch = session.learn(key, MicroBatchSearch, heartbeat)
     return learnt
