@@ -31,6 +31,7 @@ _COMMANDS = {
     "analyze": "Show where the step time of a run went.",
     "study": "Launch a training script at several dp and compare.",
     "trace": "Show where the step time went, from traces of torch.profiler.",
+    "plan": "Plan a run: its batch, epochs, steps and training time.",
     "merge": "Join the folders that nodes without a shared file system kept.",
 }
 
