@@ -71,7 +71,7 @@ def solve(
     nearest = max(1, round(global_batch / math.prod(given)))
     found = Batch(micro_batch or nearest, accumulation or nearest, dp or nearest)
     if found.global_batch != global_batch:
-        raise _illegal(global_batch, found)
+        raise _illegal(global_batch, found, keeps_accumulation=micro_batch is None)
     return found
 
 
@@ -109,15 +109,19 @@ def _divisors(number: int) -> set[int]:
     return {*small, *(number // n for n in small)}
 
 
-def nearest_legal(global_batch: int, asked: Batch) -> tuple[Batch, ...]:
+def nearest_legal(
+    global_batch: int, asked: Batch, *, keeps_accumulation: bool = False
+) -> tuple[Batch, ...]:
     """Returns settings near to what was asked that satisfy the identity.
 
     First those that keep the global batch and change as little as possible: another
     split at the same dp, then another dp; then the nearest global batches that keep
-    micro-batch and dp.
+    micro-batch and dp, or accumulation and dp.
 
     >>> [str(b) for b in nearest_legal(256, Batch(2, 18, 7))]
     ['2 x 16 x 8 = 256', '2 x 18 x 7 = 252', '2 x 19 x 7 = 266']
+    >>> [str(b) for b in nearest_legal(256, Batch(11, 3, 8), keeps_accumulation=True)]
+    ['8 x 4 x 8 = 256', '10 x 3 x 8 = 240', '11 x 3 x 8 = 264']
     """
     found: list[Batch] = []
     if global_batch % asked.dp == 0:
@@ -133,14 +137,19 @@ def nearest_legal(global_batch: int, asked: Batch) -> tuple[Batch, ...]:
         if sizes:
             dp = min(sizes, key=lambda n: (abs(n - asked.dp), -n))
             found.append(Batch(asked.micro_batch, global_batch // (dp * asked.micro_batch), dp))
-    each = asked.micro_batch * asked.dp
-    below = global_batch // each
-    found += [Batch(asked.micro_batch, k, asked.dp) for k in (below, below + 1) if k >= 1]
+    kept = asked.accumulation if keeps_accumulation else asked.micro_batch
+    below = global_batch // (kept * asked.dp)
+    for n in (below, below + 1):
+        if n >= 1 and keeps_accumulation:
+            found.append(Batch(n, kept, asked.dp))
+        elif n >= 1:
+            found.append(Batch(kept, n, asked.dp))
     return tuple(dict.fromkeys(found))
 
 
-def _illegal(global_batch: int, asked: Batch) -> UsageError:
-    legal = "; ".join(str(batch) for batch in nearest_legal(global_batch, asked))
+def _illegal(global_batch: int, asked: Batch, *, keeps_accumulation: bool = False) -> UsageError:
+    nearest = nearest_legal(global_batch, asked, keeps_accumulation=keeps_accumulation)
+    legal = "; ".join(str(batch) for batch in nearest)
     return UsageError(
         f"Global batch {global_batch} is not micro-batch x accumulation x dp: {asked}.",
         f"Nearest legal settings: {legal}.",

@@ -111,8 +111,10 @@ def _alternatives(alternatives: Sequence[Alternative]) -> Table:
     columns = [
         ("micro-batch x acc. x dp", "right"),
         ("steps", "right"),
-        ("fits", "left"),
     ]
+    known = any(other.fits is not None for other in alternatives)
+    if known:
+        columns.append(("fits", "left"))
     if timed:
         columns += [("step (ms)", "right"), ("training time", "right"), ("", "left")]
     table = table_of(*columns)
@@ -120,8 +122,9 @@ def _alternatives(alternatives: Sequence[Alternative]) -> Table:
         cells = [
             f"{other.micro_batch} x {other.accumulation} x {other.dp}",
             str(other.total_optimizer_steps),
-            _FITS[other.fits],
         ]
+        if known:
+            cells.append(_FITS[other.fits])
         if timed:
             cells += [
                 units.ms(other.step_ms),
