@@ -563,7 +563,7 @@ class TrialOutcome(StrEnum):
     OVER_LIMIT = "over_limit"
     """It ran, and took more than the limit."""
     NOT_TRIED = "not_tried"
-    """The line through the sizes before it is above the limit."""
+    """What the sizes before it let expect is above the limit."""
 
 
 @dataclass(frozen=True)
@@ -574,7 +574,7 @@ class MicroBatchTrial:
         micro_batch: Samples.
         outcome: What became of it.
         peak_bytes: Most memory that a rank had in use; None where that could not be read.
-        expected_bytes: What the line through the sizes before it gives; None without one.
+        expected_bytes: What the sizes before it let expect; None below two.
         micro_step_ns: Each timed micro-step on the rank that took longest for it; empty where
             it does not fit.
     """

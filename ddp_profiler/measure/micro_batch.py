@@ -80,8 +80,8 @@ def search(
     """Doubles the micro-batch until memory is used up, or it gets slower per sample.
 
     Between the largest that fits and the smallest that does not, sizes are then halved.
-    Where the limit is soft, a size is not tried that by the line through the two before it would
-    go beyond.
+    Where the limit is soft, a size is not tried that would go beyond it by what those before let
+    expect.
 
     Args:
         trials: Measures.
@@ -126,16 +126,27 @@ def search(
 
 
 def expected_bytes(trials: Sequence[MicroBatchTrial], micro_batch: int) -> int | None:
-    """Returns the peak that the line through the two largest that fit gives; None without two."""
+    """Returns the peak that the trials so far let expect of a larger size; None below two.
+
+    The least of three: the line through the two largest that fit, the least-squares line
+    through all, and what grows in proportion. Peaks of small sizes scatter by what the allocator
+    keeps, and a size that is tried in vain costs less than one that is not tried though it fits.
+    """
     known = sorted(
         (trial.micro_batch, trial.peak_bytes)
         for trial in trials
         if trial.outcome is TrialOutcome.FITS and trial.peak_bytes is not None
-    )[-2:]
+    )
     if len(known) < 2:
         return None
-    (small, low), (large, high) = known
-    return high + max(0, high - low) * (micro_batch - large) // (large - small)
+    (small, low), (large, high) = known[-2:]
+    line = statistics.linear_regression([m for m, _ in known], [peak for _, peak in known])
+    expected = min(
+        high + (high - low) * (micro_batch - large) / (large - small),
+        line.slope * micro_batch + line.intercept,
+        high * micro_batch / large,
+    )
+    return round(max(high, expected))
 
 
 def is_slower(trials: Sequence[MicroBatchTrial]) -> bool:

@@ -16,7 +16,7 @@ _OUTCOMES = {
     "fits": "yes",
     "out_of_memory": "no: out of memory",
     "over_limit": "no: over the limit",
-    "not_tried": "no, by the line",
+    "not_tried": "no, as expected",
 }
 
 
