@@ -46,8 +46,8 @@ class MicroBatchCurve:
             None where none fits.
         largest_micro_batch: The largest that was seen to fit; None where none does.
         smallest_unfit_micro_batch: The smallest that does not fit; None where all did.
-        bytes_per_sample: Slope of the least-squares line through the peaks of those that fit;
-            None with fewer than 2.
+        bytes_per_sample: Slope of the line through the peaks of the largest that fits and of the
+            largest of at most half of it; None without two such.
         fixed_bytes: That line at 0 samples: parameters, gradients, buckets, optimizer, library.
         limit_bytes: Memory that a rank may use; None if not known.
         limit_source: Where the limit comes from.
@@ -124,10 +124,18 @@ def _point(trial: MicroBatchTrial, dp: int) -> MicroBatchPoint:
 
 
 def _line(fitting: Sequence[MicroBatchPoint]) -> tuple[float | None, float | None]:
-    """Returns slope and intercept of peak memory against samples."""
+    """Returns slope and intercept of peak memory against samples.
+
+    Through two points far apart and not through all: at small sizes a CPU's allocator keeps tens
+    of MB of what was freed, which would tilt the line.
+    """
     known = [(p.micro_batch, p.peak_bytes) for p in fitting if p.peak_bytes is not None]
-    if len(known) < 2:
+    if not known:
         return None, None
-    sizes, peaks = np.array(known, dtype=float).T
-    slope, fixed = np.polyfit(sizes, peaks, 1)
-    return float(slope), float(fixed)
+    large, high = known[-1]
+    halves = [point for point in known if point[0] <= large / 2]
+    if not halves:
+        return None, None
+    small, low = halves[-1]
+    slope = (high - low) / (large - small)
+    return slope, high - slope * large

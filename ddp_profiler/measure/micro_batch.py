@@ -79,7 +79,8 @@ def search(
 ) -> tuple[tuple[MicroBatchTrial, ...], str]:
     """Doubles the micro-batch until memory is used up, or it gets slower per sample.
 
-    Between the largest that fits and the smallest that does not, sizes are then halved.
+    A size at which it got slower is measured twice. Between the largest that fits and the
+    smallest that does not, sizes are then halved.
     Where the limit is soft, a size is not tried that would go beyond it by what those before let
     expect.
 
@@ -112,9 +113,14 @@ def search(
             ended = MEMORY
             break
         if is_slower(done):
+            # What else the machine does may have fallen on this size.
+            again = trials.measure(micro_batch)
+            if again.outcome is TrialOutcome.FITS and _median_ns(again) < _median_ns(done[-1]):
+                done[-1] = replace(done[-1], micro_step_ns=again.micro_step_ns)
+        if is_slower(done):
             ended = SLOWER
             break
-        if trials.elapsed_s + _TAKES * statistics.median(done[-1].micro_step_ns) / 1e9 > _LONGEST_S:
+        if trials.elapsed_s + _TAKES * _median_ns(done[-1]) / 1e9 > _LONGEST_S:
             break
         micro_batch *= 2
     if ended == MEMORY and len(done) > 1:
@@ -128,30 +134,32 @@ def search(
 def expected_bytes(trials: Sequence[MicroBatchTrial], micro_batch: int) -> int | None:
     """Returns the peak that the trials so far let expect of a larger size; None below two.
 
-    The least of three: the line through the two largest that fit, the least-squares line
-    through all, and what grows in proportion. Peaks of small sizes scatter by what the allocator
-    keeps, and a size that is tried in vain costs less than one that is not tried though it fits.
+    By the line through the largest that fits and the largest of at most half of it, and not
+    more than in proportion. Not by all: small sizes scatter by what the allocator keeps.
     """
     known = sorted(
         (trial.micro_batch, trial.peak_bytes)
         for trial in trials
         if trial.outcome is TrialOutcome.FITS and trial.peak_bytes is not None
     )
-    if len(known) < 2:
+    if not known:
         return None
-    (small, low), (large, high) = known[-2:]
-    line = statistics.linear_regression([m for m, _ in known], [peak for _, peak in known])
-    expected = min(
-        high + (high - low) * (micro_batch - large) / (large - small),
-        line.slope * micro_batch + line.intercept,
-        high * micro_batch / large,
-    )
-    return round(max(high, expected))
+    large, high = known[-1]
+    halves = [point for point in known if point[0] <= large / 2]
+    if not halves:
+        return None
+    small, low = halves[-1]
+    line = high + max(0, high - low) * (micro_batch - large) / (large - small)
+    return round(min(line, high * micro_batch / large))
+
+
+def _median_ns(trial: MicroBatchTrial) -> float:
+    return statistics.median(trial.micro_step_ns)
 
 
 def is_slower(trials: Sequence[MicroBatchTrial]) -> bool:
     """Tells whether the last ones are slower per sample than the best."""
-    speeds = [t.micro_batch / statistics.median(t.micro_step_ns) for t in trials if t.micro_step_ns]
+    speeds = [t.micro_batch / _median_ns(t) for t in trials if t.micro_step_ns]
     if not speeds:
         return False
     best = max(speeds)

@@ -61,7 +61,7 @@ def micro_batch_lines(curve: MicroBatchCurve | None) -> list[str]:
     if curve.bytes_per_sample is not None:
         lines.append(
             f"memory: {units.nbytes(curve.bytes_per_sample)} a sample and "
-            f"{units.nbytes(curve.fixed_bytes)} beside, from a line through the peaks "
+            f"{units.nbytes(curve.fixed_bytes)} beside, by the larger peaks "
             f"({curve.memory_source})."
         )
     return lines

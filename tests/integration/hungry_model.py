@@ -9,9 +9,8 @@ from torch.utils.data import TensorDataset
 
 from ddp_profiler.workload import Workload, WorkloadSettings
 
-ELEMENTS = 2_000_000
+ELEMENTS = 500_000
 """Kept by forward for each sample; as many are made once more in forward, and in backward."""
-BYTES_PER_SAMPLE = 2 * 4 * ELEMENTS
 MOST_ON_RANK_1 = 11
 
 
