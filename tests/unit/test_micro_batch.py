@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -26,11 +27,12 @@ from ddp_profiler.measure.micro_batch import (
     is_slower,
     search,
 )
+from ddp_profiler.report import console
 from ddp_profiler.report.micro_batch import micro_batch_lines, micro_batch_table
-from ddp_profiler.report.text import WIDTH
 from ddp_profiler.schema import MicroBatchSearch, MicroBatchTrial, TrialOutcome
 
 from .ranks_as_threads import at_once
+from .test_console import make_level, make_summary
 
 CPU = torch.device("cpu")
 FITS, NO_MEMORY = TrialOutcome.FITS, TrialOutcome.OUT_OF_MEMORY
@@ -193,7 +195,12 @@ def test_the_table_reads_well():
     assert f"{result.largest_micro_batch} is the largest that was seen to fit" in second
     assert "1.0 GB a rank (limit)" in second
     assert "10.0 MB a sample and 100.0 MB beside" in third
-    assert WIDTH == 80
+    text = console.render(replace(make_summary(make_level()), micro_batches=result))
+    assert max(map(len, text.splitlines())) <= 80
+    # 110 MB at 1 sample; the table is followed by what it says.
+    row = next(line.split() for line in text.splitlines() if "110.0 MB" in line)
+    assert row == ["1", "110.0", "MB", "1.00", "1000", "yes"]
+    assert text.index("micro-batch at dp 1") < text.index("micro-batch: 1 is the smallest")
 
 
 class Model:
