@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -275,7 +276,10 @@ class _Worker:
                     "--placement spread changes nothing here: no level between dp = 1 and "
                     f"{self.topology.world_size} can use more nodes."
                 )
+        samples = len(workload.dataset)
         del workload
+        if config.find_micro_batch:
+            self._find_micro_batch(session, phase, samples)
 
         phase.name = "making the group that compares clocks"
         clock_sync = ClockSync(places, clock, session)
@@ -378,6 +382,36 @@ class _Worker:
                 environment=described.environment,
                 parts=described.parts,
             )
+
+    def _find_micro_batch(self, session: Any, phase: Any, samples: int) -> None:
+        """Measures memory and speed against the micro-batch; levels use it where that is open.
+
+        Args:
+            session: This rank's part in the launch.
+            phase: Kept up to date for error messages.
+            samples: Samples of the data, of which every level needs a micro-step.
+        """
+        from ddp_profiler.analysis.micro_batch import curve
+        from ddp_profiler.measure.micro_batch import search_on_level
+
+        config = self.config
+        level = max(self.levels, key=lambda level: (level.dp, level.placement == "packed"))
+        if self.topology.rank == 0:
+            _say(
+                f"finding the micro-batch at dp {level.dp}: doubling until memory is used up or "
+                "samples get slower"
+            )
+        found = search_on_level(config, level, session, phase, _say)
+        result = curve(found)
+        chosen = None
+        if config.micro_batch is None and config.global_batch is None and result is not None:
+            chosen = result.efficient_micro_batch
+        if chosen is not None:
+            chosen = min(chosen, samples // level.dp)
+            self.levels = tuple(replace(level, micro_batch=chosen) for level in self.levels)
+            if self.topology.rank == 0:
+                _say(f"the levels use micro-batch {chosen}")
+        self._keeper.update(micro_batches=found, levels=self.levels)
 
     def _share_facts(self, session: Any) -> str:
         """Gives every keeper what rank 0 knows: the clocks, and what the machine gave each rank.

@@ -636,6 +636,60 @@ class RecordPart:
     ranks: tuple[int, ...]
 
 
+class TrialOutcome(StrEnum):
+    """What became of a micro-batch that was tried."""
+
+    FITS = "fits"
+    """Forward, backward and optimizer ran on every rank, below the limit."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """A rank could not allocate what it needed."""
+    OVER_LIMIT = "over_limit"
+    """It ran, and took more than the limit."""
+    NOT_TRIED = "not_tried"
+    """What the sizes before it let expect is above the limit."""
+
+
+@dataclass(frozen=True)
+class MicroBatchTrial:
+    """One micro-batch that was tried, or that memory left no room to try.
+
+    Attributes:
+        micro_batch: Samples.
+        outcome: What became of it.
+        peak_bytes: Most memory that a rank had in use; None where that could not be read.
+        expected_bytes: What the sizes before it let expect; None below two.
+        micro_step_ns: Each timed micro-step on the rank that took longest for it; empty where
+            it does not fit.
+    """
+
+    micro_batch: int
+    outcome: TrialOutcome
+    peak_bytes: int | None
+    expected_bytes: int | None = None
+    micro_step_ns: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class MicroBatchSearch:
+    """Memory and time of micro-steps against the micro-batch, all ranks of a level at once.
+
+    Attributes:
+        dp: Ranks that took part.
+        ended: Why no larger one was tried: ``memory``, ``slower`` (per sample) or ``time``.
+        limit_bytes: Memory that a rank may use, the least over ranks; None if not known.
+        limit_source: Where the limit comes from.
+        memory_source: What ``peak_bytes`` are.
+        trials: In the order in which they were made.
+    """
+
+    dp: int
+    ended: str
+    limit_bytes: int | None
+    limit_source: str
+    memory_source: str
+    trials: tuple[MicroBatchTrial, ...]
+
+
 @dataclass(frozen=True)
 class Change:
     """A change of settings at a level; what is None or false stays as it was.
@@ -706,6 +760,7 @@ class RunInfo:
         phases: What each rank was doing when the run failed; empty where it did not, or where
             ranks could not be asked.
         confirmation: The change that was measured, with ``--confirm``; None without.
+        micro_batches: What ``--find-micro-batch`` measured; None without it.
     """
 
     schema_version: int
@@ -725,3 +780,4 @@ class RunInfo:
     parts: tuple[RecordPart, ...] = ()
     phases: tuple[RankPhase, ...] = ()
     confirmation: Confirmation | None = None
+    micro_batches: MicroBatchSearch | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from ddp_profiler.naming import name_ranks
 
 NOTHING = "-"
@@ -68,6 +70,26 @@ def decimal(value: float | None, unit: str) -> str:
     limits = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
     scale, prefix = next((pair for pair in limits if abs(value) >= pair[0]), (1.0, ""))
     return f"{float(f'{value / scale:.3g}'):g} {prefix}{unit}"
+
+
+def duration(seconds: float | None) -> str:
+    """Returns a long time in its two largest units.
+
+    >>> duration(0.5), duration(42.04), duration(3725.0), duration(200000.0), duration(None)
+    ('0.50 s', '42.0 s', '1 h 2 min', '2 d 8 h', '-')
+    """
+    if seconds is None:
+        return NOTHING
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    sizes = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    for (name, length), (smaller, short) in itertools.pairwise(sizes):
+        # Rounded first, so that no 60 minutes stand beside hours.
+        whole = round(seconds / short) * short
+        if whole >= length:
+            rest = whole % length // short
+            return f"{whole // length} {name}" + (f" {rest} {smaller}" if rest else "")
+    return f"{seconds:.0f} s"
 
 
 def significant(value: float | None) -> str:

@@ -13,6 +13,7 @@ from ddp_profiler.analysis.clocks import ClockOffset
 from ddp_profiler.analysis.confirmation import ConfirmedGain
 from ddp_profiler.analysis.feeding import Feeding
 from ddp_profiler.analysis.lateness import Lateness
+from ddp_profiler.analysis.micro_batch import MicroBatchCurve
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.noise_scale import NoiseScale
 from ddp_profiler.analysis.reduction import Reduction
@@ -249,7 +250,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Summary:
-    """The content of ``summary.json``."""
+    """The content of ``summary.json``; ``micro_batches`` is None without a search for one."""
 
     schema_version: int
     run: RunResult
@@ -257,3 +258,4 @@ class Summary:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     confirmation: ConfirmedGain | None = None
+    micro_batches: MicroBatchCurve | None = None

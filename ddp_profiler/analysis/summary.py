@@ -21,6 +21,7 @@ from ddp_profiler.analysis.lateness import lateness
 from ddp_profiler.analysis.left_out import LeftOut, left_out
 from ddp_profiler.analysis.link import Link, link_of
 from ddp_profiler.analysis.machine import explain
+from ddp_profiler.analysis.micro_batch import curve
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.noise_findings import noise_notes
 from ddp_profiler.analysis.noise_scale import noise_scale
@@ -112,6 +113,7 @@ def summarize_run(
         findings=find(levels),
         notes=tuple(notes),
         confirmation=confirmed(info.confirmation),
+        micro_batches=curve(info.micro_batches),
     )
 
 

@@ -218,6 +218,32 @@ class LevelRun:
             time_per_micro_step_s=self._micro_step_s,
         )
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The model and what is trained beside it."""
+        return (self.workload.module, *self.workload.extra_modules)
+
+    def try_micro_step(self, batch: Any, *, sync: bool = False) -> None:
+        """Runs forward and backward of a micro-batch on the device; nothing is recorded.
+
+        Without ``sync`` no collective is issued, also none for buffers, so that ranks need not
+        do the same.
+        """
+        self.ddp.require_forward_param_sync = sync
+        context = contextlib.nullcontext() if sync else self.ddp.no_sync()
+        with context:
+            self._backward(self._loss(self.ddp, batch, self.workload.inputs(batch)))
+
+    def try_optimizer(self) -> None:
+        """Steps the optimizer once with gradients of 0: its state is then allocated.
+
+        Gradients stay, and weights move by no more than weight decay, alike on all ranks.
+        """
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        self.optimizer.step()
+
     def _reduced(self) -> list[tuple[str, nn.Parameter]]:
         """Returns the parameters that DDP reduces, each once, in the order of registration."""
         return [(n, p) for n, p in self.ddp.module.named_parameters() if p.requires_grad]

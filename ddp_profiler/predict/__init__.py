@@ -1,1 +1,1 @@
-"""What was not measured: DDP's schedule replayed under other settings, at other scales."""
+"""What was not measured: steps replayed under other settings and scales, plans of runs."""

@@ -16,6 +16,7 @@ from ddp_profiler.analysis.results import ClockOffset, ConfirmedGain, LevelResul
 from ddp_profiler.analysis.roofline import Bound, Hardware
 from ddp_profiler.analysis.sampled import lateness
 from ddp_profiler.analysis.scaling import Pop
+from ddp_profiler.report.micro_batch import micro_batch_lines, micro_batch_table
 from ddp_profiler.report.text import WIDTH, simple_table, text_console
 
 _GAP = 2
@@ -65,7 +66,9 @@ def render(summary: Summary, *, color: bool = False) -> str:
     for table in (*_tables(summary.levels), *map(_window_table, summary.levels)):
         if table is not None:
             console.print(table)
-    for line in _footnotes(summary):
+    if summary.micro_batches is not None:
+        console.print(micro_batch_table(summary.micro_batches))
+    for line in (*micro_batch_lines(summary.micro_batches), *_footnotes(summary)):
         console.print(Text(units.printable(line)))
     return output.getvalue()
 

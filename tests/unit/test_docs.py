@@ -12,6 +12,7 @@ from ddp_profiler.analysis.data_sheets import DataSheet
 from ddp_profiler.analysis.feeding import Feeding, RankBatch, RankTokens, Tokens
 from ddp_profiler.analysis.left_out import IncompleteStep
 from ddp_profiler.analysis.link import Link
+from ddp_profiler.analysis.micro_batch import MicroBatchCurve, MicroBatchPoint
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.reduction import Broadcast, Cause, Differing, Reduction
@@ -20,6 +21,8 @@ from ddp_profiler.analysis.sampled import SampledWindow
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.batch import Epoch
 from ddp_profiler.cli import worker_options
+from ddp_profiler.predict.plan import Alternative, Plan
+from ddp_profiler.predict.step_time import StepTime
 from ddp_profiler.schema import (
     SCHEMA_VERSION,
     SPAN_COLUMNS,
@@ -31,6 +34,8 @@ from ddp_profiler.schema import (
     LinkStreams,
     LoaderFacts,
     MachineUse,
+    MicroBatchSearch,
+    MicroBatchTrial,
     OperationCount,
     OperationGroup,
     OptimizedParameter,
@@ -71,7 +76,8 @@ def test_metrics():
     of_feeding = (Feeding, RankBatch, Tokens, IncompleteStep, Epoch)
     of_reduction = (Reduction, Broadcast, Differing)
     of_hardware = (Hardware, DataSheet, Roofline)
-    for kind in (*kinds, *of_hardware, MachineUse, *of_feeding, *of_reduction, SampledWindow):
+    others = (MachineUse, SampledWindow, MicroBatchCurve)
+    for kind in (*kinds, *of_hardware, *of_feeding, *of_reduction, *others):
         figures |= fields(kind) - {"rank"}
     assert figures - words("metrics.md") == set()
 
@@ -121,6 +127,10 @@ def test_metrics():
         OperationGroup,
         DevicePeaks,
         CopyRate,
+        MicroBatchSearch,
+        MicroBatchTrial,
+        MicroBatchCurve,
+        MicroBatchPoint,
     ],
 )
 def test_keys(kind):
@@ -130,6 +140,11 @@ def test_keys(kind):
 def test_bounds():
     assert set(Bound) - words("metrics.md") == set()
     assert set(Bound) - words("file-format.md") == set()
+
+
+@pytest.mark.parametrize("kind", [Plan, Alternative, StepTime])
+def test_keys_of_plans(kind):
+    assert fields(kind) - words("plan.md") == set()
 
 
 def test_causes():
