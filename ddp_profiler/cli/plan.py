@@ -109,8 +109,10 @@ def command(step_ms: float | None, run: Path | None, as_json: bool, **options: A
     known = None
     if run is not None:
         from ddp_profiler.load import load_summary
+        from ddp_profiler.predict.predicted_times import predicted
 
-        known = knowledge_of(load_summary(run), str(run))
+        summary = load_summary(run)
+        known = knowledge_of(summary, str(run), more=predicted(summary))
     plan = make_plan(request, known, step_ms)
     # None where stdout is closed, as write_out then says.
     encoding = getattr(sys.stdout, "encoding", None)

@@ -2,8 +2,10 @@
 
 import pytest
 
+from ddp_profiler.batch import Batch
 from ddp_profiler.errors import InputError, UsageError
 from ddp_profiler.predict.findings import with_gains
+from ddp_profiler.predict.predicted_times import predicted
 from ddp_profiler.predict.prediction import Predictor
 from ddp_profiler.predict.proposals import propose
 from ddp_profiler.predict.request import Request
@@ -238,3 +240,21 @@ def test_gains_are_findings():
     assert all(finding.expected_gain_ms > 0 for finding in gains)
     alone = summary(level(1))
     assert with_gains(alone) == alone
+
+
+# ----------------------------------------------------------------------------------------------
+# As a source of step times for a plan
+
+
+def test_a_plan_gets_step_times_that_were_not_measured():
+    ask = predicted(summary(level(1), level(2), level(4)))
+    found = ask(Batch(8, 2, 8))
+    assert found.ms == pytest.approx(step(8, accumulation=2), rel=0.01)
+    assert found.interval_ms[0] < found.ms < found.interval_ms[1]
+    assert (found.interval_pct, found.source) == (90, "predicted, beyond what was measured")
+    assert ask(Batch(8, 1, 3)).source == "predicted"
+    # Another micro-batch, or a run that carries no prediction: nothing is known.
+    assert ask(Batch(4, 2, 8)) is None
+    assert predicted(summary(level(1)))(Batch(8, 1, 2)) is None
+    one_node = summary(level(1, nodes=1), level(2, nodes=1), per_node=2)
+    assert predicted(one_node)(Batch(8, 1, 8)) is None
