@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from ddp_profiler.naming import name_ranks
 from ddp_profiler.trace import chance
@@ -23,6 +22,7 @@ from ddp_profiler.trace.columns import Ints
 from ddp_profiler.trace.intervals import covered_ns
 from ddp_profiler.trace.kernels import KINDS, Collective, Work
 from ddp_profiler.trace.matching import Bools, GroupMatch, match, only_of
+from ddp_profiler.trace.model import Narrow
 from ddp_profiler.trace.notices import Notices, TraceWarning
 from ddp_profiler.trace.split import RankSplit
 from ddp_profiler.trace.steps import find_steps
@@ -352,7 +352,7 @@ def _waiting(split: RankSplit, meetings: Sequence[Meetings]) -> tuple[tuple[Wait
     return tuple(steps), divided(computes, np.arange(len(comm)))
 
 
-def _by_step(step: npt.NDArray[np.int32], number: int) -> list[Ints]:
+def _by_step(step: Narrow, number: int) -> list[Ints]:
     """Returns the places of what each step has, [step]."""
     order = np.argsort(step, kind="stable")
     edges = np.searchsorted(step[order], np.arange(number + 1))
