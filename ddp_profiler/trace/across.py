@@ -22,7 +22,7 @@ from ddp_profiler.trace.columns import Ints
 from ddp_profiler.trace.intervals import covered_ns
 from ddp_profiler.trace.kernels import KINDS, Collective, Work
 from ddp_profiler.trace.matching import Bools, GroupMatch, match, only_of
-from ddp_profiler.trace.model import Narrow
+from ddp_profiler.trace.model import MOST_ELEMENTS, Narrow
 from ddp_profiler.trace.notices import Notices, TraceWarning
 from ddp_profiler.trace.split import RankSplit
 from ddp_profiler.trace.steps import find_steps
@@ -39,10 +39,6 @@ _ALL_MEET = np.array(
         for kind in KINDS
     ]
 )
-
-
-MOST_ELEMENTS = 1 << 40
-"""Elements of a collective beyond which the number must be wrong: no GPU holds so many."""
 
 _PAIR = 2
 _MOST_APART = 0.5
@@ -411,7 +407,8 @@ def lateness_of(meetings: Sequence[Meetings]) -> tuple[Lateness, ...]:
         )
         # Only where others were last often enough to show what is usual.
         usual = [lag for other in ranks if other != rank for lag in every_lag[other]]
-        far = [lag for lag in lags[rank] if lag > _OUTLIER * max(usual, default=0)]
+        most = max(usual, default=0)
+        far = [lag for lag in lags[rank] if lag > _OUTLIER * most]
         far = far if len(usual) >= _ENOUGH_LAGS else []
         later = chance.later_on_average(means, column)
         if steps >= chance.FEW_STEPS:

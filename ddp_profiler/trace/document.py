@@ -37,6 +37,7 @@ _RAW_EVENTS = msgspec.json.Decoder(list[msgspec.Raw])
 # longer than a piece would be looked at for mistakes too early; sound ones have none.
 _TRUNCATED = "truncated"
 _EVENTS = "traceEvents"
+_ONLY_ONCE = (_EVENTS, "distributedInfo")
 _BOM = b"\xef\xbb\xbf"
 _LOOK_BACK_TRIES = 64
 
@@ -136,6 +137,7 @@ class Document:
         self._before = 0
         self._ended = False
         self._after_events = False
+        self._keys: set[str] = set()
         self.metadata: dict[str, bytes] = {}
         self.is_list = False
         self.has_events = False
@@ -253,6 +255,13 @@ class Document:
             return
         while True:
             key = self._key()
+            if key in self._keys and key in _ONLY_ONCE:
+                raise self._error(
+                    f"has {key} twice, the second at {self._byte(self.position)}: several traces "
+                    "were merged into it",
+                    "Give one file a rank, as each process exports it.",
+                )
+            self._keys.add(key)
             if self._peek() == b"[" and key == _EVENTS:
                 self._at += 1
                 self._array()

@@ -17,6 +17,9 @@ Bytes = npt.NDArray[np.uint8]
 Narrow = npt.NDArray[np.signedinteger[Any]]
 """Whole numbers in a type that is no wider than they need."""
 
+MOST_ELEMENTS = 1 << 40
+"""Elements of a collective beyond which the number must be wrong: no GPU holds so many."""
+
 NO_KIND = 255
 """In a column of kinds: no collective."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +47,7 @@ _NAMES_CACHED = 1 << 16
 _NO_WORK = -1
 _WORK_UNIT = 1 << 8
 _EMPTY = msgspec.Raw(b"")
+_ONCE = (b'"ph":', b'"ts":', b'"tid":', b'"pid":')
 _NO_ARGUMENTS = msgspec.Raw(b"{}")
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(kernels.KINDS)}
 
@@ -140,8 +142,9 @@ class _Times:
 class _Collector:
     """Takes events and keeps what is needed of them in columns."""
 
-    def __init__(self, notices: Notices) -> None:
+    def __init__(self, notices: Notices, *, lenient: bool = False) -> None:
         self._notices = notices
+        self._lenient = lenient
         self._as_text = False
         self.num_events = 0
         self.c10d_calls = 0
@@ -149,6 +152,9 @@ class _Collector:
         # Of calls that launch GPU work; and of steps, where two processes have the same one.
         self.pids: set[str] = set()
         self.step_pids: dict[int, str] = {}
+        # Steps on the CPU: begin, end, thread, number. And what each process is called.
+        self.steps: list[tuple[int, int, str, int]] = []
+        self.process_names: dict[str, dict[str, None]] = defaultdict(dict)
         self.marks: list[Mark] = []
         self._rows = _Cache(kernels.row)
         self._works = _Cache(lambda name: _code(*kernels.work(name)))
@@ -170,6 +176,16 @@ class _Collector:
         Raises:
             msgspec.DecodeError: The text is no JSON.
         """
+        before = self.num_events
+        self._decode(text)
+        if self._lenient:
+            # Where text is missing, the begin of one event and the end of another may read as one:
+            # it has keys twice that every event has once. Within names quotes are escaped.
+            whole = bytes(text)
+            most = max(whole.count(key) for key in _ONCE)
+            self._notices.add("joined_events", most - (self.num_events - before))
+
+    def _decode(self, text: bytes | memoryview) -> None:
         events: Sequence[_AnyEvent]
         if not self._as_text:
             try:
@@ -209,6 +225,9 @@ class _Collector:
         used_times = _times([event for event, _ in used], as_text=as_text)
 
         self.num_events += len(events)
+        for event in by_category.get("", ()):
+            if event.name == "process_name":
+                self._take_process_name(event)
         for row in (Row.KERNEL, Row.MEMORY):
             if row in read:
                 self._take_gpu(by_row[row], self._usable(read[row]), is_kernel=row == Row.KERNEL)
@@ -217,6 +236,14 @@ class _Collector:
         self._take_operators(used, self._usable(used_times))
         self._count_others(operators, as_text=as_text)
         self._notices.add("sync_rows_ignored", len(by_row[Row.SYNC]))
+
+    def _take_process_name(self, event: _AnyEvent) -> None:
+        try:
+            name = _RAW_EVENT.decode(event.args).get("name")
+        except msgspec.DecodeError:
+            return
+        if name is not None:
+            self.process_names[str(event.pid)][_string(name)] = None
 
     def _usable(self, found: _Times) -> _Times:
         """Marks rows whose times cannot be, and counts them by what is wrong."""
@@ -321,6 +348,7 @@ class _Collector:
                 pid = str(event.pid)
                 if self.step_pids.setdefault(number, pid) != pid:
                     self.pids |= {self.step_pids[number], pid}
+                self.steps.append((begin, end, str(event.tid), number))
         if not host:
             return
         rows = [used[place][0] for place in host]
@@ -522,7 +550,7 @@ def read_trace(
         InputError: The file is no trace, is broken, or holds several processes.
     """
     notices = Notices()
-    collector = _Collector(notices)
+    collector = _Collector(notices, lenient=lenient)
     source = Source(path, limit_bytes=limit_bytes, progress=progress)
     pieces = iter(source)
     document = Document(
@@ -549,7 +577,7 @@ def read_trace(
             f"{path} is a JSON list, but not of events.",
             "Give a trace that torch.profiler exported, as .json or .json.gz.",
         )
-    _refuse_several_processes(path, collector)
+    _refuse_several_processes(path, collector, notices)
     _give_back()
     found = _rank_trace(path, document, collector, notices)
     _give_back()
@@ -582,7 +610,7 @@ def _cut_gzip(path: Path, at: int) -> InputError:
     )
 
 
-def _refuse_several_processes(path: Path, collector: _Collector) -> None:
+def _refuse_several_processes(path: Path, collector: _Collector, notices: Notices) -> None:
     if len(collector.pids) > 1:
         pids = ", ".join(sorted(collector.pids)[:4])
         raise InputError(
@@ -590,6 +618,36 @@ def _refuse_several_processes(path: Path, collector: _Collector) -> None:
             f"(pids {pids}).",
             "Give one file a rank, as each process exports it.",
         )
+    for pid in sorted(collector.pids | set(collector.step_pids.values())):
+        names = collector.process_names.get(pid, {})
+        if len(names) > 1:
+            shown = " and ".join(list(names)[:2])
+            raise _merged(path, f"pid {pid} has the names {shown}")
+    steps = sorted(collector.steps)
+    for one, other in pairwise(steps):
+        shorter_ns = min(one[1] - one[0], other[1] - other[0])
+        # A thread is in one step at a time, and so is a process.
+        if one[2] != other[2] and 2 * (one[1] - other[0]) > shorter_ns:
+            raise _merged(
+                path,
+                f"threads {one[2]} and {other[2]} are in ProfilerStep#{one[3]} and "
+                f"ProfilerStep#{other[3]} at once",
+            )
+    numbers = Counter(number for *_, number in steps)
+    again = [number for number, count in numbers.items() if count > 1]
+    notices.add(
+        "repeated_step",
+        len(steps) - len(numbers),
+        f"The first: ProfilerStep#{again[0]}, {numbers[again[0]]} times." if again else "",
+    )
+
+
+def _merged(path: Path, evidence: str) -> InputError:
+    return InputError(
+        f"{path} holds several processes with the same pid, as files merged from several hosts "
+        f"do: {evidence}.",
+        "Give one file a rank, as each process exports it.",
+    )
 
 
 def _rank_trace(

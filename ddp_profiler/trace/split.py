@@ -15,7 +15,7 @@ from ddp_profiler.trace import kernels
 from ddp_profiler.trace.columns import Ints, distinct, median
 from ddp_profiler.trace.intervals import Cover, CoverBefore
 from ddp_profiler.trace.kernels import Collective, Work
-from ddp_profiler.trace.model import Narrow, RankTrace
+from ddp_profiler.trace.model import MOST_ELEMENTS, Narrow, RankTrace
 from ddp_profiler.trace.notices import Notices, TraceWarning
 from ddp_profiler.trace.steps import Step, Steps, StepSource, find_steps
 
@@ -24,6 +24,8 @@ _KIND_UNIT = 1 << 32
 _TOUCHES_NS = 100_000
 _LONGER_THAN_STEPS = 3
 _LONG_NS = 1_000_000
+_MANY_AT_ONCE = 0.2
+_ENOUGH_AT_ONCE = 20
 _ENOUGH_WORK = 8
 _ENOUGH_STEPS = 3
 _MUCH_OF_OTHERS = 0.01
@@ -233,8 +235,11 @@ class _Sum:
             found.alone.add(begin, end)
             found.count += int(begin.size)
             found.sum_ns += int((end - begin).sum())
-            found.elements += int(block.elements[chosen].sum())
-            found.all_say &= bool((block.elements[chosen] >= 0).all())
+            elements = block.elements[chosen]
+            # Larger ones are wrong, and their sum might not fit into 64 bits.
+            known = (elements >= 0) & (elements <= MOST_ELEMENTS)
+            found.elements += int(elements[known].sum())
+            found.all_say &= bool(known.all())
 
 
 def split(trace: RankTrace, rank: int) -> RankSplit:
@@ -379,6 +384,7 @@ def _flag_stretched(trace: RankTrace, windows: Sequence[tuple[int, int]], notice
         usual_ns = int(median([end - begin for begin, end in windows]))
         longest_ns = min(longest_ns, max(_LONGER_THAN_STEPS * usual_ns, _LONG_NS))
     count, worst = 0, (0, -1)
+    at_once = followed = 0
     before: dict[int, int] = {}
     for first in range(0, len(gpu), _BLOCK):
         block = slice(first, first + _BLOCK)
@@ -394,10 +400,14 @@ def _flag_stretched(trace: RankTrace, windows: Sequence[tuple[int, int]], notice
             lasted = gpu.end_ns[places[:-1]] - gpu.begin_ns[places[:-1]]
             # Rounded times touch, and kernels may begin while the one before them ends.
             overlaps = (over > _TOUCHES_NS) & (2 * over > lasted)
+            at_once += int(((over > 0) & (2 * over > lasted)).sum())
+            followed += over.size
             flagged |= set(places[:-1][overlaps].tolist())
         # The last of the block before may have been counted with it.
         count += len(flagged)
         worst = max([worst, *((int(gpu.end_ns[at] - gpu.begin_ns[at]), at) for at in flagged)])
+    if at_once > _MANY_AT_ONCE * followed and at_once >= _ENOUGH_AT_ONCE:
+        notices.add("streams_overlap", at_once, f"They are {at_once / followed:.0%} of all.")
     if count:
         lasted_ns, place = worst
         name = trace.names[gpu.name[place]].partition("(")[0][:60]

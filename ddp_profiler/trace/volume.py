@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ddp_profiler.trace.across import MOST_ELEMENTS, AcrossRanks
+from ddp_profiler.trace.across import AcrossRanks
 from ddp_profiler.trace.columns import Ints, distinct
 from ddp_profiler.trace.kernels import KINDS, Collective
-from ddp_profiler.trace.model import RankTrace
+from ddp_profiler.trace.model import MOST_ELEMENTS, RankTrace
 from ddp_profiler.trace.split import RankSplit
 from ddp_profiler.trace.steps import StepSource
 
