@@ -52,7 +52,7 @@ def test_two_processes_with_one_pid_are_told_by_their_threads(hosts, tmp_path):
         if event["tid"] == PID:
             event["tid"] = PID + 1
     path = merged(one, other).write(tmp_path / "rank0.json")
-    with pytest.raises(InputError, match="threads 471[12] and 471[12] are in ProfilerStep#"):
+    with pytest.raises(InputError, match=r"threads 471[12] and 471[12] are in ProfilerStep#"):
         read_trace(path)
 
 
