@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -74,8 +73,11 @@ def repetition_interval(medians: Floats, center: float) -> tuple[float, float]:
 
     Taken on logarithms, since times are positive and differ by factors.
     """
+    # Imported here, and not all of scipy.stats, which takes a second and 80 MB to load.
+    from scipy.special import stdtrit
+
     half = float(
-        stats.t.ppf(0.5 + _CONFIDENCE / 2, len(medians) - 1)
+        stdtrit(len(medians) - 1, 0.5 + _CONFIDENCE / 2)
         * np.log(medians).std(ddof=1)
         / np.sqrt(len(medians))
     )

@@ -85,6 +85,11 @@ class FolderTakenError(UsageError):
     """A folder already holds a run."""
 
 
+def is_run(path: Path) -> bool:
+    """Tells whether a path is a run folder of ours, and no folder of traces."""
+    return run_file(path).is_file() and (bool(rank_files(path)) or (path / KINETO_FOLDER).is_dir())
+
+
 def default_folder(name: str, now: datetime, number: int = 1) -> Path:
     """Returns ``runs/NAME-YYYYMMDD-HHMMSS`` for a run that was given no folder.
 

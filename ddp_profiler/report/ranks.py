@@ -10,6 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from ddp_profiler import units
+from ddp_profiler.naming import name_ranks
 from ddp_profiler.report.exact import us
 from ddp_profiler.report.text import ms_of_ns, table_of
 from ddp_profiler.trace.across import AcrossRanks, Meetings, Waiting
@@ -72,6 +73,10 @@ def as_json(
                     "steps": one.steps,
                     "steps_worst": one.steps_worst,
                     "steps_worst_fraction": one.steps_worst / one.steps if one.steps else None,
+                    "excess_us": us(one.excess_ns),
+                    "clearly": one.clearly,
+                    "outliers": one.outliers,
+                    "outliers_us": us(one.outlier_ns),
                 }
                 for one in across.lateness
             ],
@@ -327,7 +332,12 @@ def _across(found: TraceSet, across: AcrossRanks) -> list[str | Table]:
         f"{_shown_us(clocks.typical_ns)}). Begin is when a kernel starts on its stream: what it "
         "queued for before is not in it."
     )
-    if found.world_size is not None and len(found.ranks) < found.world_size:
+    given = [split.rank for split in found.ranks]
+    left_out = [rank for rank in given if rank not in clocks.reference]
+    if left_out:
+        compared = name_ranks(rank for rank in given if rank in clocks.reference)
+        head += f" All is said of {compared} only; {name_ranks(left_out)} could not be compared."
+    elif found.world_size is not None and len(given) < found.world_size:
         head += " All is said of the ranks given only."
     several = len(set(clocks.reference.values())) > 1
     table = table_of(

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from ddp_profiler.naming import name_ranks
 from ddp_profiler.trace import chance
@@ -23,6 +22,7 @@ from ddp_profiler.trace.columns import Ints
 from ddp_profiler.trace.intervals import covered_ns
 from ddp_profiler.trace.kernels import KINDS, Collective, Work
 from ddp_profiler.trace.matching import Bools, GroupMatch, match, only_of
+from ddp_profiler.trace.model import MOST_ELEMENTS, Narrow
 from ddp_profiler.trace.notices import Notices, TraceWarning
 from ddp_profiler.trace.split import RankSplit
 from ddp_profiler.trace.steps import find_steps
@@ -39,10 +39,6 @@ _ALL_MEET = np.array(
         for kind in KINDS
     ]
 )
-
-
-MOST_ELEMENTS = 1 << 40
-"""Elements of a collective beyond which the number must be wrong: no GPU holds so many."""
 
 _PAIR = 2
 _MOST_APART = 0.5
@@ -352,7 +348,7 @@ def _waiting(split: RankSplit, meetings: Sequence[Meetings]) -> tuple[tuple[Wait
     return tuple(steps), divided(computes, np.arange(len(comm)))
 
 
-def _by_step(step: npt.NDArray[np.int32], number: int) -> list[Ints]:
+def _by_step(step: Narrow, number: int) -> list[Ints]:
     """Returns the places of what each step has, [step]."""
     order = np.argsort(step, kind="stable")
     edges = np.searchsorted(step[order], np.arange(number + 1))
@@ -411,7 +407,8 @@ def lateness_of(meetings: Sequence[Meetings]) -> tuple[Lateness, ...]:
         )
         # Only where others were last often enough to show what is usual.
         usual = [lag for other in ranks if other != rank for lag in every_lag[other]]
-        far = [lag for lag in lags[rank] if lag > _OUTLIER * max(usual, default=0)]
+        most = max(usual, default=0)
+        far = [lag for lag in lags[rank] if lag > _OUTLIER * most]
         far = far if len(usual) >= _ENOUGH_LAGS else []
         later = chance.later_on_average(means, column)
         if steps >= chance.FEW_STEPS:

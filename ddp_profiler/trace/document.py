@@ -37,11 +37,15 @@ _RAW_EVENTS = msgspec.json.Decoder(list[msgspec.Raw])
 # longer than a piece would be looked at for mistakes too early; sound ones have none.
 _TRUNCATED = "truncated"
 _EVENTS = "traceEvents"
+_ONLY_ONCE = (_EVENTS, "distributedInfo")
 _BOM = b"\xef\xbb\xbf"
 _LOOK_BACK_TRIES = 64
 
-Decode = Callable[[bytes], None]
-"""Takes a JSON array of events; raises msgspec.DecodeError where the text is no JSON."""
+Decode = Callable[[bytes | memoryview], None]
+"""Takes a JSON array of events, which it may not keep.
+
+Raises msgspec.DecodeError where the text is no JSON.
+"""
 
 
 @dataclass(frozen=True)
@@ -127,11 +131,13 @@ class Document:
         self._notices = notices
         self._lenient = lenient
         self._text = b""
+        self._buffer = bytearray(PIECE_BYTES + 2)
         self._at = 0
         # Bytes of the text before what is held.
         self._before = 0
         self._ended = False
         self._after_events = False
+        self._keys: set[str] = set()
         self.metadata: dict[str, bytes] = {}
         self.is_list = False
         self.has_events = False
@@ -148,6 +154,13 @@ class Document:
         Raises:
             InputError: The text is no trace, or is broken and may or can not be repaired.
         """
+        try:
+            self._read()
+        finally:
+            # Before what was read is put in order, which takes memory too.
+            self._text, self._at, self._buffer = b"", 0, bytearray()
+
+    def _read(self) -> None:
         self._fill()
         if self._text.startswith(_BOM):
             self._at = len(_BOM)
@@ -242,6 +255,13 @@ class Document:
             return
         while True:
             key = self._key()
+            if key in self._keys and key in _ONLY_ONCE:
+                raise self._error(
+                    f"has {key} twice, the second at {self._byte(self.position)}: several traces "
+                    "were merged into it",
+                    "Give one file a rank, as each process exports it.",
+                )
+            self._keys.add(key)
             if self._peek() == b"[" and key == _EVENTS:
                 self._at += 1
                 self._array()
@@ -377,10 +397,23 @@ class Document:
     def _try(self, begin: int, end: int) -> bool:
         """Decodes the events between two places; returns whether they are JSON."""
         try:
-            self._decode(b"".join((b"[", memoryview(self._text)[begin:end], b"]")))
+            self._decode(self._as_array(begin, end))
         except msgspec.DecodeError:
             return False
         return True
+
+    def _as_array(self, begin: int, end: int) -> bytes | memoryview:
+        """Returns a part of the text within brackets, up to a piece in a buffer that is used again.
+
+        Buffers that come and go, each of another size, would leave holes in memory.
+        """
+        size = end - begin + 2
+        if size > len(self._buffer):
+            return b"".join((b"[", memoryview(self._text)[begin:end], b"]"))
+        self._buffer[0] = ord("[")
+        self._buffer[1 : size - 1] = memoryview(self._text)[begin:end]
+        self._buffer[size - 1] = ord("]")
+        return memoryview(self._buffer)[:size]
 
     def _slow(self) -> bool:
         """Goes on where the quick cut failed; returns whether the array has ended."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ddp_profiler.trace.across import MOST_ELEMENTS, AcrossRanks
-from ddp_profiler.trace.columns import Ints
+from ddp_profiler.trace.across import AcrossRanks
+from ddp_profiler.trace.columns import Ints, distinct
 from ddp_profiler.trace.kernels import KINDS, Collective
-from ddp_profiler.trace.model import RankTrace
+from ddp_profiler.trace.model import MOST_ELEMENTS, RankTrace
 from ddp_profiler.trace.split import RankSplit
 from ddp_profiler.trace.steps import StepSource
 
@@ -218,7 +218,7 @@ def volumes(split: RankSplit) -> tuple[GroupVolume, ...]:
     result = []
     for kind in _REDUCING:
         of_kind = (found.kind == KINDS.index(kind)) & floating
-        for group in np.unique(found.group[of_kind]).tolist():
+        for group in distinct(found.group[of_kind]):
             chosen = of_kind & (found.group == group)
             result.append(
                 GroupVolume(
@@ -390,10 +390,10 @@ def bandwidths(ranks: Sequence[RankSplit], across: AcrossRanks) -> tuple[Bandwid
         lasted = found.end_ns - found.begin_ns
         each = np.array([type_bytes(name) or 0 for name in split.trace.dtypes] + [0], np.int64)
         nbytes = np.maximum(known_elements(split), 0) * each[found.dtype]
-        for number in np.unique(found.group).tolist():
+        for number in distinct(found.group):
             size = group_size(split.trace, number)
             label = split.trace.groups[number].label if number >= 0 else None
-            for code in np.unique(found.kind[found.group == number]).tolist():
+            for code in distinct(found.kind[found.group == number]):
                 factor = bus_factor(KINDS[code], size)
                 chosen = (found.group == number) & (found.kind == code)
                 chosen &= (nbytes > 0) & (lasted > 0)

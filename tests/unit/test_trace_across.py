@@ -1,6 +1,7 @@
 """Between ranks: planted clocks, lags and transfer times must come out exactly."""
 
 import json
+import random
 from itertools import pairwise
 
 import pytest
@@ -520,3 +521,26 @@ def test_json_has_the_contracts_keys(tmp_path):
     )
     text = traces.render(found, analyse(found))
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_json_says_how_late_a_rank_is_and_whether_chance_may_be_why(tmp_path):
+    lags = random.Random(5)
+    job = make_job(
+        1, steps=6, lag=lambda step, call, rank: lags.randrange(9000) + 700_000 * (rank == 2)
+    )
+    found, across = compared(job, tmp_path)
+    late = traces.as_json(found, analyse(found))["across_ranks"]["late_ranks"]
+    assert late[0]["rank"] == 2
+    assert {one["rank"]: one["clearly"] for one in late} == {
+        rank: rank == 2 for rank in job.recordings
+    }
+    for one in late:
+        others = [other["caused_us"] for other in late if other is not one]
+        more = one["caused_us"] - sum(others) / len(others)
+        assert one["excess_us"] == pytest.approx(max(0, more), abs=0.001)
+        assert (one["outliers"], one["outliers_us"]) == next(
+            (same.outliers, same.outlier_ns / 1000)
+            for same in across.lateness
+            if same.rank == one["rank"]
+        )
+    assert late[0]["excess_us"] > 6 * 300
