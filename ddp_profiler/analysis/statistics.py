@@ -73,15 +73,16 @@ def repetition_interval(medians: Floats, center: float) -> tuple[float, float]:
 
     Taken on logarithms, since times are positive and differ by factors.
     """
+    half = _student(len(medians) - 1) * float(np.log(medians).std(ddof=1)) / len(medians) ** 0.5
+    return center * float(np.exp(-half)), center * float(np.exp(half))
+
+
+def _student(degrees: int) -> float:
+    """Returns the two-sided 95 % point of Student's t."""
     # Imported here, and not all of scipy.stats, which takes a second and 80 MB to load.
     from scipy.special import stdtrit
 
-    half = float(
-        stdtrit(len(medians) - 1, 0.5 + _CONFIDENCE / 2)
-        * np.log(medians).std(ddof=1)
-        / np.sqrt(len(medians))
-    )
-    return center * float(np.exp(-half)), center * float(np.exp(half))
+    return float(stdtrit(degrees, 0.5 + _CONFIDENCE / 2))
 
 
 def difference(a: Distribution, b: Distribution) -> tuple[float, tuple[float, float] | None]:
@@ -125,7 +126,7 @@ def ratio_interval(numerators: Floats, denominators: Floats) -> tuple[float, flo
     if count < 2:
         return None
     top, bottom = float(numerators.mean()), float(denominators.mean())
-    t_squared = float(stats.t.ppf(0.5 + _CONFIDENCE / 2, count - 1)) ** 2
+    t_squared = _student(count - 1) ** 2
     covariance = np.cov(numerators, denominators) / count
     # The ratios r with a r^2 - 2 b r + c <= 0.
     a = bottom**2 - t_squared * float(covariance[1, 1])
