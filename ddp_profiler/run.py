@@ -464,18 +464,17 @@ def _propose(folder: Path) -> Any:
     """Returns the change at the largest level that is predicted to gain most; None for none."""
     from ddp_profiler.load import load_summary
     from ddp_profiler.predict.prediction import Predictor
-    from ddp_profiler.predict.proposals import propose
+    from ddp_profiler.predict.proposals import best_to_confirm, propose
     from ddp_profiler.schema import Change, Confirmation
 
     try:
-        found = [p for p in propose(Predictor.of(load_summary(folder))) if p.can_be_confirmed]
+        best = best_to_confirm(propose(Predictor.of(load_summary(folder))))
     except DdpProfilerError as error:
         _say(f"nothing is confirmed: {error.message}")
         return None
-    if not found:
+    if best is None:
         _say("nothing is confirmed: no change of settings is predicted to gain beyond its error.")
         return None
-    best = found[0]
     return Confirmation(
         level=best.level,
         change=Change(

@@ -7,7 +7,7 @@ from ddp_profiler.errors import InputError, UsageError
 from ddp_profiler.predict.findings import with_gains
 from ddp_profiler.predict.predicted_times import predicted
 from ddp_profiler.predict.prediction import Predictor
-from ddp_profiler.predict.proposals import propose
+from ddp_profiler.predict.proposals import best_to_confirm, propose
 from ddp_profiler.predict.request import Request
 from tests.unit.study_levels import BACKWARD_MS, FORWARD_MS, OPTIMIZER_MS, law, level, summary
 
@@ -224,6 +224,16 @@ def test_accumulation_gains_for_the_same_samples_and_says_so():
     )
     assert found.gain_ms == pytest.approx(step(2) - step(2, accumulation=4) / 4, rel=0.03)
     assert "4-fold" in found.caveat
+
+
+def test_what_is_confirmed_leaves_training_as_it_is():
+    proposals = propose(predictor(level(1, cap_mb=100), level(2, cap_mb=100), cap_mb=100.0))
+    assert proposals[0].setting == "accumulation"
+    assert best_to_confirm(proposals).setting == "bucket_cap_mb"
+    assert best_to_confirm(proposals[:1]) == proposals[0]
+    types = [one for one in proposals if one.setting == "gradient_dtype"]
+    assert types
+    assert best_to_confirm(types) is None
 
 
 def test_where_nothing_gains_nothing_is_proposed():
