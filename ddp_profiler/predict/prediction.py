@@ -26,6 +26,8 @@ _SEED = 20240501
 _LEAST_MODEL_ERROR = 0.012
 """Relative standard error of a replay where everything it needs was measured; docs/accuracy.md."""
 _LEAST_COMPUTE_ERROR = 0.003
+_BETWEEN_LAUNCHES = 0.3
+"""By how much launches are taken to differ, as a share of how steps of one differ."""
 _CONTENTION_ERROR = 0.3
 _WAIT_ERROR = 0.2
 _TCP_EFFICIENCY = 0.956
@@ -358,10 +360,11 @@ class Predictor:
         """Draws what is not known exactly; the same way for every target."""
         random = np.random.default_rng(_SEED)
         base = self.evidence.base(target)
-        noise = _LEAST_COMPUTE_ERROR
-        if base.step_ms is not None and base.step_ms.ci95 is not None:
-            low, high = base.step_ms.ci95
-            noise = max(noise, (high - low) / 2 / 1.96 / base.step_ms.median)
+        noise, step = _LEAST_COMPUTE_ERROR, base.step_ms
+        if step is not None:
+            noise = max(noise, _BETWEEN_LAUNCHES * (step.p90 - step.p10) / 2.56 / step.median)
+            if step.ci95 is not None:
+                noise = max(noise, (step.ci95[1] - step.ci95[0]) / 2 / 1.96 / step.median)
         spread = model.uncertainty(target.dp) if model is not None else 0.0
         rivals = 1 + len(model.rivals) if model is not None else 1
         normal = random.standard_normal((_DRAWS, 5))
