@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ddp_profiler.analysis.lateness import Lateness
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.results import LevelResult, Summary
 from ddp_profiler.predict import network
@@ -245,14 +244,18 @@ class Evidence:
             return base
         return next((lv for lv in self.levels if lv.gradient_ready), base)
 
-    def _late(self) -> tuple[Lateness | None, dict[int, float]]:
-        """Returns the lateness of the largest level that has it, and who is always late."""
+    def _late_source(self) -> LevelResult | None:
+        """Returns the largest level whose ranks' lateness is known."""
         known = [lv for lv in self.levels if lv.lateness is not None]
-        if not known:
-            return None, {}
-        level = max(known, key=lambda lv: lv.dp)
+        return max(known, key=lambda lv: lv.dp) if known else None
+
+    def _late(self) -> frozenset[int]:
+        """Returns the ranks that are always late."""
+        level = self._late_source()
+        if level is None:
+            return frozenset()
         step = level.step_ms.mean if level.step_ms else 0.0
-        return level.lateness, significant(level.lateness, step)
+        return frozenset(significant(level.lateness, step))
 
     def _own(self, base: LevelResult, target: Target) -> tuple[dict[str, float], float]:
         """Returns a micro-step's own work by part, and what late ranks add to its backward.
@@ -275,7 +278,7 @@ class Evidence:
 
     def _excess(self, base: LevelResult, part: str) -> dict[int, float]:
         """Returns by how much each late rank exceeds the typical one in a part, in ms a step."""
-        _, late = self._late()
+        late = self._late()
         values = sorted((rank.breakdown_ms.get(part) or 0.0) for rank in base.ranks)
         if not values or not late:
             return {}
@@ -335,11 +338,20 @@ class Evidence:
         """Returns what a rank waits for the last one at a reduction, in ms."""
         if target.dp < 2:
             return 0.0
-        found, _ = self._late()
-        if found is not None:
-            return expected_wait_ms(found.passing_ms, found.fixed_ms, target.ranks)
-        costs = _costs(self.nearest(target))
-        return (costs.exposed_wait or 0.0) / max(1.0, costs.syncs)
+        level = self._late_source()
+        if level is None or level.lateness is None:
+            costs = _costs(self.nearest(target))
+            return (costs.exposed_wait or 0.0) / max(1.0, costs.syncs)
+        # What is late in every micro-step adds up until ranks meet; what passes, by its root.
+        syncs = _costs(level).syncs
+        there = level.accumulation / max(1.0, syncs)
+        here = 1.0 if syncs > 1 and not target.request.reduce_once else target.accumulation
+        longer = here / there
+        return expected_wait_ms(
+            [math.sqrt(longer) * late for late in level.lateness.passing_ms],
+            {rank: longer * late for rank, late in level.lateness.fixed_ms.items()},
+            target.ranks,
+        )
 
     def _module_comm(self, target: Target, part: str) -> float:
         """Returns communication inside forward or backward, in ms a step.

@@ -94,6 +94,24 @@ def test_a_rank_that_is_always_late_stays_the_only_one(dp):
     assert found.breakdown_ms["backward"] == pytest.approx(BACKWARD_MS + 60 / dp, rel=0.02)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_a_late_rank_is_late_in_every_micro_step(accumulation):
+    known = predictor(level(1), level(2, late={1: 60.0}))
+    found = known.predict(Request(2, accumulation=accumulation))
+    expected = step(2, accumulation=accumulation) + 60 * accumulation
+    assert found.step_ms.median == pytest.approx(expected, rel=0.01)
+    assert found.breakdown_ms["exposed_wait"] == pytest.approx(30 * accumulation, rel=0.02)
+
+
+def test_passing_lateness_grows_with_the_micro_steps():
+    passing = tuple(-5 + 10 * k / 40 for k in range(41))
+    known = predictor(level(1), level(2, passing=passing))
+    waits = [
+        known.predict(Request(2, accumulation=k)).breakdown_ms["exposed_wait"] for k in (1, 4, 16)
+    ]
+    assert waits[1:] == pytest.approx([2 * waits[0], 4 * waits[0]])
+
+
 def test_passing_lateness_grows_with_the_ranks():
     # Uniform between -5 and 5 ms: the largest of n is at 10 n/(n+1) - 5.
     passing = tuple(-5 + 10 * k / 40 for k in range(41))
