@@ -28,7 +28,7 @@ from accuracy_cases import (
 )
 
 _TIMED = "timed:layers=8,forward_ms=5,backward_ms=10,parameters=500000"
-"""60 + 80 ms of sleep, and 16 MB of gradients that become ready one layer after the other."""
+"""40 + 80 ms of sleep, and 16 MB of gradients that become ready one layer after the other."""
 _LATE = "part=backward,ms=40,rank=1"
 _GPT = "gpt-tiny"
 

@@ -21,6 +21,7 @@ from ddp_profiler.predict.step_time import (
     given,
     measured,
     measured_sizes,
+    re_expressed,
     unknown,
 )
 
@@ -502,7 +503,7 @@ def knowledge_of(summary: Summary, name: str, more: StepTimes = unknown) -> RunK
     curve = summary.micro_batches
     return RunKnowledge(
         name=name,
-        step_times=first_of(measured(summary), more),
+        step_times=first_of(measured(summary), more, re_expressed(summary)),
         sizes=sizes,
         micro_batch=largest[0].micro_batch if largest else None,
         fits=curve.fits if curve is not None else _not_known,

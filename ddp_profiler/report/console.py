@@ -468,9 +468,10 @@ def _confirmation(found: ConfirmedGain | None) -> list[str]:
         real += f" ({units.ms(found.ci95_ms[0])} to {units.ms(found.ci95_ms[1])})"
     share = found.gain_ms / found.before_ms if found.before_ms else None
     off = "" if found.error_pct is None else f"; the prediction is off by {found.error_pct:+.1f} %"
+    # Above 0 for certain, or not.
+    word = "confirmed" if found.error_pct is not None and found.gain_ms > 0 else "not confirmed"
     return [
-        f"confirmed: {said}, {real}, {units.percent(share, 0)} of {units.ms(found.before_ms)} ms"
-        f"{off}"
+        f"{word}: {said}, {real}, {units.percent(share, 0)} of {units.ms(found.before_ms)} ms{off}"
     ]
 
 
