@@ -18,7 +18,7 @@ from ddp_profiler.batch import Batch
 from ddp_profiler.errors import UsageError
 from ddp_profiler.predict.parallel import Parallel, nearest_legal, solve_parallel
 from ddp_profiler.predict.plan import PlanRequest, RunKnowledge, knowledge_of, make_plan
-from ddp_profiler.predict.step_time import StepTime, measured
+from ddp_profiler.predict.step_time import StepTime, re_expressed
 from ddp_profiler.report import plan as report
 from ddp_profiler.schema import MicroBatchSearch, MicroBatchTrial, TrialOutcome
 
@@ -282,7 +282,7 @@ def test_a_measured_level_gives_the_time_with_its_interval():
 
 
 def test_another_accumulation_adds_micro_steps():
-    source = measured(make_summary(level(2, 10, mean=18.0), level(2, 10, 8, mean=90.0)))
+    source = re_expressed(make_summary(level(2, 10, mean=18.0), level(2, 10, 8, mean=90.0)))
     assert source(Batch(10, 3, 2)).ms == pytest.approx(18.0 + 2 * 10.0)
     # From the nearest one that was measured.
     assert source(Batch(10, 7, 2)).ms == pytest.approx(90.0 - 10.0)
@@ -294,12 +294,12 @@ def test_another_accumulation_adds_micro_steps():
 def test_another_micro_batch_needs_a_curve_of_that_dp():
     levels = (level(2, 4, mean=18.0),)
     found = curve(micro_batches(2_000_000, 3_000_000, 5_000_000, 9_000_000))
-    source = measured(summary_of(*levels, micro_batches=found))
+    source = re_expressed(summary_of(*levels, micro_batches=found))
     assert source(Batch(8, 2, 2)).ms == pytest.approx(18.0 + 10.0 + 2 * (9 - 5))
     assert source(Batch(6, 1, 2)).ms == pytest.approx(18.0 + (7 - 5))
     assert "re-expressed at accumulation 2 and micro-batch 8" in source(Batch(8, 2, 2)).source
     assert source(Batch(16, 1, 2)) is None
-    at_one = measured(summary_of(*levels, micro_batches=replace(found, dp=1)))
+    at_one = re_expressed(summary_of(*levels, micro_batches=replace(found, dp=1)))
     assert at_one(Batch(8, 1, 2)) is None
 
 
