@@ -1,5 +1,4 @@
-"""Starts the product's own commands as a user would, and measures again where noise may have been.
-"""
+"""Starts the product's own commands as a user would, and measures again where noise was."""
 
 import functools
 import importlib
@@ -131,6 +130,18 @@ def _end_of_launcher():
     _warm.close()
 
 
+OF_THE_MACHINE = frozenset(
+    ("straggler", "passing-straggler", "cores-shared", "cpu-steal", "cpu-throttled")
+)
+"""Findings that a busy machine makes in a run in which nothing was planted."""
+
+
+def serious(summary):
+    """Returns a run's errors and warnings, without those that a busy machine makes."""
+    found = [f for f in summary["findings"] if f["severity"] in ("error", "warning")]
+    return [f for f in found if f["id"] not in OF_THE_MACHINE]
+
+
 def load_benchmark(name):
     """Returns a benchmark as a module, to try its arithmetic on figures of ours."""
     folder = str(ROOT / "benchmarks")
@@ -177,6 +188,11 @@ class Looks:
             except AssertionError as error:
                 failed = error
         raise failed
+
+    @staticmethod
+    def show_both(one, other, claim):
+        """Calls a claim about two measurements with looks at both, as `show` does with one."""
+        one.show(lambda first: other.show(lambda second: claim((first, second))))
 
 
 def timed(test):

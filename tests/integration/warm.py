@@ -25,12 +25,15 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-import scipy.stats  # noqa: F401 - imported once, before the forks, as all of these
+import matplotlib.backends.backend_agg  # noqa: F401 - once, before the forks, as all of these
+import rich.console  # noqa: F401
+import scipy.stats  # noqa: F401
 import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.optim
 
+import ddp_profiler.conclusion
 import ddp_profiler.report.plots
 import ddp_profiler.run
 import ddp_profiler.script  # noqa: F401
@@ -41,10 +44,10 @@ GRACE_S = 30.0
 
 def become(argv):
     """Does what ``python ARGV`` would."""
+    # As the main module it is executed anew; what it needs is there.
+    del sys.modules["ddp_profiler.run"]
     if argv[0] == "-m":
         sys.argv, sys.path[0] = argv[1:], os.getcwd()
-        # As the main module it is executed anew; what it needs is there.
-        sys.modules.pop(argv[1], None)
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
@@ -106,9 +109,7 @@ def run_agent(ranks, argv):
     """Starts all ranks, keeps their store and returns the exit code of torchrun."""
     # The store has threads, so it comes after the forks.
     started = [start_rank(rank, ranks, argv) for rank in range(ranks)]
-    store = dist.TCPStore(
-        "127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False
-    )
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     for _, give in started:
         os.write(give, str(store.port).encode())
         os.close(give)
