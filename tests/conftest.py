@@ -1,8 +1,15 @@
 """Which tests may run beside others, and which must be alone on the machine."""
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 PARTS = ("beside", "alone")
+
+
+# On a busy machine an example may take any time.
+# The rest stays as Hypothesis has it, here and in CI.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 def pytest_addoption(parser):

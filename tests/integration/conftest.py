@@ -187,6 +187,7 @@ class Looks:
                 return claim(self.last)
             except AssertionError as error:
                 failed = error
+        failed.add_note(f"So in each of {len(self.seen)} looks.")
         raise failed
 
     @staticmethod
