@@ -16,7 +16,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from accuracy_cases import EXPERIMENTS, ROOT, Experiment, Row, by_name, lab_tool
+from accuracy_cases import CAUSES, ROOT, Experiment, Row, lab_tool
+from accuracy_predictions import PREDICTIONS
+
+EXPERIMENTS: tuple[Experiment, ...] = (*CAUSES, *PREDICTIONS)
 
 FORMAT_VERSION = 1
 """Of the JSON file. 1: first format."""
@@ -40,6 +43,12 @@ Examples:
 Needs root and Linux for the lab (launch/lab --check). Leave the machine alone meanwhile.
 Exit codes: 0 done, whatever was found; 1 a case could not be run; 2 wrong usage.
 """
+
+
+def by_name(names: Sequence[str]) -> Mapping[str, Experiment]:
+    """Returns the named experiments, all where none is named."""
+    known = {experiment.name: experiment for experiment in EXPERIMENTS}
+    return {name: known[name] for name in names} if names else known
 
 
 def measure(

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -918,7 +918,7 @@ _CROSS_GOALS = {"in flight": 5.0, "both": 5.0}
 _CROSS_NAMES = ("in flight", "forward", "backward", "both")
 
 
-EXPERIMENTS: tuple[Experiment, ...] = (
+CAUSES: tuple[Experiment, ...] = (
     Links(),
     LateRank(),
     NobodyLate(),
@@ -930,9 +930,3 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Modules(),
     CrossCheck(),
 )
-
-
-def by_name(names: Sequence[str]) -> Mapping[str, Experiment]:
-    """Returns the named experiments, all where none is named."""
-    known = {experiment.name: experiment for experiment in EXPERIMENTS}
-    return {name: known[name] for name in names} if names else known

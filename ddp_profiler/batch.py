@@ -39,54 +39,94 @@ class Batch:
 
 
 def solve(
-    global_batch: int, dp: int, *, micro_batch: int | None = None, accumulation: int | None = None
+    global_batch: int,
+    dp: int | None,
+    *,
+    micro_batch: int | None = None,
+    accumulation: int | None = None,
 ) -> Batch:
-    """Solves the identity for what is left open: accumulation, or else micro-batch.
+    """Solves the identity for what is left open: accumulation, micro-batch or dp.
 
     >>> solve(32, 4, micro_batch=4)
     Batch(micro_batch=4, accumulation=2, dp=4)
     >>> solve(32, 4, accumulation=8)
     Batch(micro_batch=1, accumulation=8, dp=4)
+    >>> solve(32, None, micro_batch=4, accumulation=8)
+    Batch(micro_batch=4, accumulation=8, dp=1)
+
+    Args:
+        global_batch: Samples in an optimizer step.
+        dp: Data-parallel replicas; None where it is open.
+        micro_batch: Samples of one rank in one micro-step; None where it is open.
+        accumulation: Micro-steps in a step; None where it is open.
 
     Raises:
         UsageError: No whole number solves it, or the given numbers contradict it. The
             message holds all numbers and the nearest settings that are legal.
+        ValueError: More than one of the three is open.
     """
-    if micro_batch is not None and accumulation is not None:
-        found = Batch(micro_batch, accumulation, dp)
-        if found.global_batch != global_batch:
-            raise _illegal(global_batch, found)
-        return found
-    if micro_batch is not None:
-        each = micro_batch * dp
-        nearest = max(1, round(global_batch / each))
-        found = Batch(micro_batch, nearest, dp)
-    elif accumulation is not None:
-        nearest = max(1, round(global_batch / (accumulation * dp)))
-        found = Batch(nearest, accumulation, dp)
-    else:
-        raise ValueError("give micro_batch or accumulation")
+    given = [value for value in (micro_batch, accumulation, dp) if value is not None]
+    if len(given) < 2:
+        raise ValueError("give two of micro_batch, accumulation and dp")
+    nearest = max(1, round(global_batch / math.prod(given)))
+    found = Batch(micro_batch or nearest, accumulation or nearest, dp or nearest)
     if found.global_batch != global_batch:
-        raise _illegal(global_batch, found)
+        raise _illegal(global_batch, found, keeps_accumulation=micro_batch is None)
     return found
 
 
-def nearest_legal(global_batch: int, asked: Batch) -> tuple[Batch, ...]:
+def splits(global_batch: int, dp: int) -> tuple[Batch, ...]:
+    """Returns all settings that make a global batch at a dp, the largest micro-batch first.
+
+    >>> [str(b) for b in splits(12, 2)]
+    ['6 x 1 x 2 = 12', '3 x 2 x 2 = 12', '2 x 3 x 2 = 12', '1 x 6 x 2 = 12']
+
+    Raises:
+        UsageError: dp does not divide the global batch.
+    """
+    share, rest = divmod(global_batch, dp)
+    if rest or not share:
+        legal = "; ".join(str(batch) for batch in _nearest_shares(global_batch, dp))
+        raise UsageError(
+            f"Global batch {global_batch} is not micro-batch x accumulation x dp: dp {dp} does "
+            "not divide it.",
+            f"Nearest legal settings: {legal}.",
+        )
+    return tuple(Batch(m, share // m, dp) for m in sorted(_divisors(share), reverse=True))
+
+
+def _nearest_shares(global_batch: int, dp: int) -> tuple[Batch, ...]:
+    """Returns settings without accumulation: the nearest dp that divides, then other batches."""
+    sizes = _divisors(global_batch)
+    near = min(sizes, key=lambda n: (abs(n - dp), -n))
+    share = global_batch // dp
+    found = [Batch(global_batch // near, 1, near)]
+    return (*found, *(Batch(m, 1, dp) for m in (share, share + 1) if m >= 1))
+
+
+def _divisors(number: int) -> set[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return {*small, *(number // n for n in small)}
+
+
+def nearest_legal(
+    global_batch: int, asked: Batch, *, keeps_accumulation: bool = False
+) -> tuple[Batch, ...]:
     """Returns settings near to what was asked that satisfy the identity.
 
     First those that keep the global batch and change as little as possible: another
     split at the same dp, then another dp; then the nearest global batches that keep
-    micro-batch and dp.
+    micro-batch and dp, or accumulation and dp.
 
     >>> [str(b) for b in nearest_legal(256, Batch(2, 18, 7))]
     ['2 x 16 x 8 = 256', '2 x 18 x 7 = 252', '2 x 19 x 7 = 266']
+    >>> [str(b) for b in nearest_legal(256, Batch(11, 3, 8), keeps_accumulation=True)]
+    ['8 x 4 x 8 = 256', '10 x 3 x 8 = 240', '11 x 3 x 8 = 264']
     """
     found: list[Batch] = []
     if global_batch % asked.dp == 0:
         share = global_batch // asked.dp
-        small = [m for m in range(1, math.isqrt(share) + 1) if share % m == 0]
-        splits = {*small, *(share // m for m in small)}
-        micro_batch = min(splits, key=lambda m: abs(m - asked.micro_batch))
+        micro_batch = min(_divisors(share), key=lambda m: abs(m - asked.micro_batch))
         found.append(Batch(micro_batch, share // micro_batch, asked.dp))
     else:
         sizes = [
@@ -97,14 +137,19 @@ def nearest_legal(global_batch: int, asked: Batch) -> tuple[Batch, ...]:
         if sizes:
             dp = min(sizes, key=lambda n: (abs(n - asked.dp), -n))
             found.append(Batch(asked.micro_batch, global_batch // (dp * asked.micro_batch), dp))
-    each = asked.micro_batch * asked.dp
-    below = global_batch // each
-    found += [Batch(asked.micro_batch, k, asked.dp) for k in (below, below + 1) if k >= 1]
+    kept = asked.accumulation if keeps_accumulation else asked.micro_batch
+    below = global_batch // (kept * asked.dp)
+    for n in (below, below + 1):
+        if n >= 1 and keeps_accumulation:
+            found.append(Batch(n, kept, asked.dp))
+        elif n >= 1:
+            found.append(Batch(kept, n, asked.dp))
     return tuple(dict.fromkeys(found))
 
 
-def _illegal(global_batch: int, asked: Batch) -> UsageError:
-    legal = "; ".join(str(batch) for batch in nearest_legal(global_batch, asked))
+def _illegal(global_batch: int, asked: Batch, *, keeps_accumulation: bool = False) -> UsageError:
+    nearest = nearest_legal(global_batch, asked, keeps_accumulation=keeps_accumulation)
+    legal = "; ".join(str(batch) for batch in nearest)
     return UsageError(
         f"Global batch {global_batch} is not micro-batch x accumulation x dp: {asked}.",
         f"Nearest legal settings: {legal}.",
@@ -155,6 +200,11 @@ class Epoch:
             + self.samples_dropped_by_loader
             + self.samples_dropped_by_window
         )
+
+    @property
+    def samples_processed(self) -> int:
+        """Samples that optimizer steps use, those that are repeated included, over all ranks."""
+        return self.samples + self.samples_repeated - self.samples_dropped
 
     @property
     def optimizer_steps(self) -> Fraction | None:

@@ -59,6 +59,11 @@ class StudyConfig:
         debug: Show stack traces of errors.
         kineto: Optimizer steps of each level to run under torch.profiler, once all levels are
             measured; 0 for none.
+        confirm: Measure the change of settings that is predicted to gain most.
+        find_micro_batch: Measure memory and speed against the micro-batch first. The levels then
+            use the one that is found where neither micro_batch nor global_batch is given.
+        memory_limit_gb: Memory in GB that a rank may use in that search; what the machine has to
+            spare where None.
 
     Raises:
         UsageError: A setting is out of its range.
@@ -88,6 +93,9 @@ class StudyConfig:
     link_gbps: float | None = None
     placement: str = "both"
     kineto: int = 0
+    confirm: bool = False
+    find_micro_batch: bool = False
+    memory_limit_gb: float | None = None
 
     def __post_init__(self) -> None:
         _at_least("--steps", self.steps, 1)
@@ -145,6 +153,18 @@ class StudyConfig:
                 f"--timeout {self.timeout_s:g} is no time between 0 and {_LONGEST_TIMEOUT_S:g} s.",
                 "It is a time in seconds.",
             )
+        if self.memory_limit_gb is not None:
+            if not self.find_micro_batch:
+                raise UsageError(
+                    "--memory-limit-gb limits the search for a micro-batch, which is not asked "
+                    "for.",
+                    "Add --find-micro-batch, or leave it out.",
+                )
+            if not 0 < self.memory_limit_gb < math.inf:
+                raise UsageError(
+                    f"--memory-limit-gb {self.memory_limit_gb:g} is no size above 0.",
+                    "It is the memory of one rank, in GB.",
+                )
         _one_of("--precision", self.precision, PRECISIONS)
         _one_of("--backend", self.backend, BACKENDS)
         _one_of("--placement", self.placement, PLACEMENTS)

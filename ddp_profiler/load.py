@@ -7,6 +7,7 @@ from pathlib import Path
 from ddp_profiler.analysis.results import Summary
 from ddp_profiler.analysis.summary import summarize_run
 from ddp_profiler.errors import InputError
+from ddp_profiler.predict.findings import with_gains
 from ddp_profiler.record import paths, reader
 
 
@@ -31,4 +32,4 @@ def load_summary(folder: Path) -> Summary:
         columns[rank] = spans.columns
         if not spans.complete:
             incomplete.append(rank)
-    return summarize_run(info, columns, incomplete)
+    return with_gains(summarize_run(info, columns, incomplete))

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -275,7 +276,10 @@ class _Worker:
                     "--placement spread changes nothing here: no level between dp = 1 and "
                     f"{self.topology.world_size} can use more nodes."
                 )
+        samples = len(workload.dataset)
         del workload
+        if config.find_micro_batch:
+            self._find_micro_batch(session, phase, samples)
 
         phase.name = "making the group that compares clocks"
         clock_sync = ClockSync(places, clock, session)
@@ -287,7 +291,7 @@ class _Worker:
         phase.name = "opening the record"
         stream = writer.SpanWriter(folder, rank, described.run_id)
         visits = len(self.levels) * (config.repeat + (config.kineto > 0))
-        progress = StudyProgress(visits) if rank == 0 else NoProgress()
+        progress = StudyProgress(visits + config.confirm) if rank == 0 else NoProgress()
         try:
             study.Study(
                 config,
@@ -306,6 +310,8 @@ class _Worker:
             stream.close()
         phase.name = "collecting the parts of other nodes"
         lost = collection.run(self._share_facts(session) if parts else "")
+        if config.confirm:
+            self._confirm(session, clock.monotonic, progress, phase, folder, visits, bool(lost))
         phase.name = "closing"
         # Before the wait, in which a launcher may end this rank: all is measured and written.
         keeper.update(status="complete")
@@ -320,6 +326,31 @@ class _Worker:
                 session.close(heartbeat=collect.HEARTBEAT, limit_s=CLOSING_S)
             collection.tell_lost(lost)
         return parts
+
+    def _confirm(
+        self,
+        session: Any,
+        clock: Any,
+        progress: Any,
+        phase: Any,
+        folder: Path,
+        number: int,
+        lost: bool,
+    ) -> None:
+        """Measures the change of settings that is predicted to gain most."""
+        from ddp_profiler.measure.confirm import confirm_if_proposed
+
+        def proposed() -> Any:
+            if lost:
+                _say("nothing is confirmed: the record of another node is missing.")
+                return None
+            return _propose(folder)
+
+        found = confirm_if_proposed(
+            proposed, self.config, self.levels, session, clock, progress, phase, number
+        )
+        if found is not None:
+            self._keeper.update(confirmation=found)
 
     def _describe(self, session: Any, places: Any, parts: Any, device: Any) -> None:
         """Completes the run's description, on each rank that keeps one."""
@@ -351,6 +382,36 @@ class _Worker:
                 environment=described.environment,
                 parts=described.parts,
             )
+
+    def _find_micro_batch(self, session: Any, phase: Any, samples: int) -> None:
+        """Measures memory and speed against the micro-batch; levels use it where that is open.
+
+        Args:
+            session: This rank's part in the launch.
+            phase: Kept up to date for error messages.
+            samples: Samples of the data, of which every level needs a micro-step.
+        """
+        from ddp_profiler.analysis.micro_batch import curve
+        from ddp_profiler.measure.micro_batch import search_on_level
+
+        config = self.config
+        level = max(self.levels, key=lambda level: (level.dp, level.placement == "packed"))
+        if self.topology.rank == 0:
+            _say(
+                f"finding the micro-batch at dp {level.dp}: doubling until memory is used up or "
+                "samples get slower"
+            )
+        found = search_on_level(config, level, session, phase, _say)
+        result = curve(found)
+        chosen = None
+        if config.micro_batch is None and config.global_batch is None and result is not None:
+            chosen = result.efficient_micro_batch
+        if chosen is not None:
+            chosen = min(chosen, samples // level.dp)
+            self.levels = tuple(replace(level, micro_batch=chosen) for level in self.levels)
+            if self.topology.rank == 0:
+                _say(f"the levels use micro-batch {chosen}")
+        self._keeper.update(micro_batches=found, levels=self.levels)
 
     def _share_facts(self, session: Any) -> str:
         """Gives every keeper what rank 0 knows: the clocks, and what the machine gave each rank.
@@ -397,6 +458,37 @@ class _Worker:
             self._keeper.update(status="failed", failures=failures, phases=phases)
         except OSError as error:
             _say(f"run.json cannot be written: {error}")
+
+
+def _propose(folder: Path) -> Any:
+    """Returns the change at the largest level that is predicted to gain most; None for none."""
+    from ddp_profiler.load import load_summary
+    from ddp_profiler.predict.prediction import Predictor
+    from ddp_profiler.predict.proposals import propose
+    from ddp_profiler.schema import Change, Confirmation
+
+    try:
+        found = [p for p in propose(Predictor.of(load_summary(folder))) if p.can_be_confirmed]
+    except DdpProfilerError as error:
+        _say(f"nothing is confirmed: {error.message}")
+        return None
+    if not found:
+        _say("nothing is confirmed: no change of settings is predicted to gain beyond its error.")
+        return None
+    best = found[0]
+    return Confirmation(
+        level=best.level,
+        change=Change(
+            bucket_cap_mb=best.request.bucket_cap_mb,
+            accumulation=best.request.accumulation if best.setting == "accumulation" else None,
+            reduce_once=best.request.reduce_once,
+            bucket_view=best.request.bucket_view,
+        ),
+        setting=best.setting,
+        text=best.text,
+        predicted_gain_ms=best.gain_ms,
+        predicted_interval90_ms=best.gain_interval90,
+    )
 
 
 def _one_line(error: BaseException) -> str:

@@ -55,6 +55,12 @@ class SpanKind(IntEnum):
     """A point: an optimizer is about to step; ``value`` is a digest of all buffers' bits."""
     GRAPH_SEARCH = 15
     """Inside forward: DDP looks for parameters that the loss does not depend on."""
+    LOCAL_GRADIENT_NORM = 16
+    """A point: ``value`` holds the bits of a float64, the squared norm of this rank's gradient as
+    it is handed to the reduction, undivided; ``bytes`` is the gradient's size, ``samples`` how
+    many are in it, and ``index`` the number of a script's DDP."""
+    REDUCED_GRADIENT_NORM = 17
+    """The same of the gradient of all ranks, after the reduction."""
 
 
 class Interruption(IntEnum):
@@ -88,6 +94,9 @@ class Variant(IntEnum):
     KINETO = 8
     """All marks, under torch.profiler: the last steps of the block are in its trace. For the
     comparison of both only; left out of all figures."""
+    NOISE = 9
+    """Every step reduces and the optimizer does not step: norms of gradients before and after
+    their reduction, all at the same parameters."""
 
 
 SPAN_COLUMNS: tuple[tuple[str, str], ...] = (
@@ -115,7 +124,7 @@ the rank's own timeline; ``end_ns`` is null where the end was never noticed.
 ``bytes`` and ``samples`` are null where they do not apply. ``value`` is what the
 kind says: the tokens of a script's ``FORWARD`` and ``STEP``, the number of the DDP
 of a script's ``GRADIENT``, the parameters that a ``BOOKKEEPING`` map holds as
-unused on this rank, a digest.
+unused on this rank, a digest, the bits of a float64 (norms of gradients).
 """
 
 NULLABLE_SPAN_COLUMNS = frozenset({"end_ns", "bytes", "samples", "value"})
@@ -405,6 +414,76 @@ class RankFeed:
 
 
 @dataclass(frozen=True)
+class OperationGroup:
+    """Operations of one kind and of about the same size; sizes are doubled from group to group.
+
+    Attributes:
+        operations: How many.
+        nbytes: Bytes of all tensors that they read and write, summed over operations.
+        flops: Floating-point operations of matrix products and convolutions; 0 for others.
+    """
+
+    operations: int
+    nbytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class OperationCount:
+    """The operations of a level's training, counted apart from its steps on its first rank.
+
+    Attributes:
+        micro_batch: Samples of the micro-step that was counted.
+        micro_step: Forward, loss and backward.
+        optimizer: An optimizer's step; None if it could not be counted.
+    """
+
+    micro_batch: int
+    micro_step: tuple[OperationGroup, ...]
+    optimizer: tuple[OperationGroup, ...] | None = None
+
+
+@dataclass(frozen=True)
+class CopyRate:
+    """How fast a device copies within its memory.
+
+    Attributes:
+        nbytes: Bytes of source and destination together.
+        bytes_per_s: Bytes read and written in a second.
+    """
+
+    nbytes: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class DevicePeaks:
+    """What a rank's device is, and what it reaches at its best, measured by this run.
+
+    Attributes:
+        rank: Global rank of the process that measured, while the level's others waited.
+        name: As ``torch.cuda.get_device_name`` has it; of a CPU its model.
+        device_type: ``cpu`` or ``cuda``.
+        arithmetic: What its matrix products compute in: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        memory_bytes: Size of a GPU's memory.
+        multiprocessors: Multiprocessors (NVIDIA) or compute units (AMD) of a GPU.
+        flops_per_s: Rate of a large matrix product; None if not measured.
+        copies: Copies of rising size, of which the last does not fit in any cache.
+        operation_s: Time that the smallest operation takes, in s, one after the other.
+    """
+
+    rank: int
+    name: str
+    device_type: str
+    arithmetic: str
+    memory_bytes: int | None = None
+    multiprocessors: int | None = None
+    flops_per_s: float | None = None
+    copies: tuple[CopyRate, ...] = ()
+    operation_s: float | None = None
+
+
+@dataclass(frozen=True)
 class LevelFacts:
     """What the worker found out about a level while it ran it (rank 0 of the level writes it).
 
@@ -436,6 +515,8 @@ class LevelFacts:
         optimized: The parameters that ``GRADIENT_DIGEST`` points index.
         reduced_outside_bytes: Bytes that rank 0 of a script handed to ``all_reduce`` by itself
             outside forward and backward, while it was observed.
+        operations: The operations of a micro-step and of the optimizer; None if not counted.
+        device: The device of the level's first rank, with its peaks; None if not measured.
     """
 
     id: str
@@ -458,6 +539,8 @@ class LevelFacts:
     ddps: tuple[DdpFacts, ...] = ()
     optimized: tuple[OptimizedParameter, ...] = ()
     reduced_outside_bytes: int = 0
+    operations: OperationCount | None = None
+    device: DevicePeaks | None = None
 
 
 @dataclass(frozen=True)
@@ -553,6 +636,106 @@ class RecordPart:
     ranks: tuple[int, ...]
 
 
+class TrialOutcome(StrEnum):
+    """What became of a micro-batch that was tried."""
+
+    FITS = "fits"
+    """Forward, backward and optimizer ran on every rank, below the limit."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """A rank could not allocate what it needed."""
+    OVER_LIMIT = "over_limit"
+    """It ran, and took more than the limit."""
+    NOT_TRIED = "not_tried"
+    """What the sizes before it let expect is above the limit."""
+
+
+@dataclass(frozen=True)
+class MicroBatchTrial:
+    """One micro-batch that was tried, or that memory left no room to try.
+
+    Attributes:
+        micro_batch: Samples.
+        outcome: What became of it.
+        peak_bytes: Most memory that a rank had in use; None where that could not be read.
+        expected_bytes: What the sizes before it let expect; None below two.
+        micro_step_ns: Each timed micro-step on the rank that took longest for it; empty where
+            it does not fit.
+    """
+
+    micro_batch: int
+    outcome: TrialOutcome
+    peak_bytes: int | None
+    expected_bytes: int | None = None
+    micro_step_ns: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class MicroBatchSearch:
+    """Memory and time of micro-steps against the micro-batch, all ranks of a level at once.
+
+    Attributes:
+        dp: Ranks that took part.
+        ended: Why no larger one was tried: ``memory``, ``slower`` (per sample) or ``time``.
+        limit_bytes: Memory that a rank may use, the least over ranks; None if not known.
+        limit_source: Where the limit comes from.
+        memory_source: What ``peak_bytes`` are.
+        trials: In the order in which they were made.
+    """
+
+    dp: int
+    ended: str
+    limit_bytes: int | None
+    limit_source: str
+    memory_source: str
+    trials: tuple[MicroBatchTrial, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of settings at a level; what is None or false stays as it was.
+
+    Attributes:
+        bucket_cap_mb: Size limit of DDP's buckets in MB of 2**20 bytes.
+        accumulation: Micro-steps in a step.
+        reduce_once: Reduce in the last micro-step only.
+        bucket_view: Keep gradients in the buckets (gradient_as_bucket_view).
+    """
+
+    bucket_cap_mb: float | None = None
+    accumulation: int | None = None
+    reduce_once: bool = False
+    bucket_view: bool = False
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """A proposed change, and what was measured with and without it in turns.
+
+    Attributes:
+        level: The id of the level.
+        change: What was changed.
+        setting: Name of what was changed.
+        text: The change in words.
+        predicted_gain_ms: Predicted for as many samples as a step of the level has.
+        predicted_interval90_ms: 90 % of what was thought possible.
+        before_ms: Mean step of each block without the change.
+        after_ms: Mean time for as many samples in each block with it.
+        steps: Steps of a block.
+        problem: Why it could not be measured; empty if it was.
+    """
+
+    level: str
+    change: Change
+    setting: str = ""
+    text: str = ""
+    predicted_gain_ms: float = 0.0
+    predicted_interval90_ms: tuple[float, float] = (0.0, 0.0)
+    before_ms: tuple[float, ...] = ()
+    after_ms: tuple[float, ...] = ()
+    steps: int = 0
+    problem: str = ""
+
+
 @dataclass(frozen=True)
 class RunInfo:
     """The content of ``run.json``.
@@ -576,6 +759,8 @@ class RunInfo:
         parts: The folders that ranks wrote to, that of rank 0 first; empty where it was one.
         phases: What each rank was doing when the run failed; empty where it did not, or where
             ranks could not be asked.
+        confirmation: The change that was measured, with ``--confirm``; None without.
+        micro_batches: What ``--find-micro-batch`` measured; None without it.
     """
 
     schema_version: int
@@ -594,3 +779,5 @@ class RunInfo:
     keeper: int = 0
     parts: tuple[RecordPart, ...] = ()
     phases: tuple[RankPhase, ...] = ()
+    confirmation: Confirmation | None = None
+    micro_batches: MicroBatchSearch | None = None

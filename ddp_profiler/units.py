@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from ddp_profiler.naming import name_ranks
 
 NOTHING = "-"
@@ -57,6 +59,39 @@ def nbytes(value: int | float | None) -> str:
     return f"{value:.0f} B"
 
 
+def decimal(value: float | None, unit: str) -> str:
+    """Returns a quantity of any size with three significant digits and a decimal prefix.
+
+    >>> decimal(123.4e9, "FLOP/s"), decimal(4.8e12, "B/s"), decimal(5e7, "B/s"), decimal(None, "B")
+    ('123 GFLOP/s', '4.8 TB/s', '50 MB/s', '-')
+    """
+    if value is None:
+        return NOTHING
+    limits = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    scale, prefix = next((pair for pair in limits if abs(value) >= pair[0]), (1.0, ""))
+    return f"{float(f'{value / scale:.3g}'):g} {prefix}{unit}"
+
+
+def duration(seconds: float | None) -> str:
+    """Returns a long time in its two largest units.
+
+    >>> duration(0.5), duration(42.04), duration(3725.0), duration(200000.0), duration(None)
+    ('0.50 s', '42.0 s', '1 h 2 min', '2 d 8 h', '-')
+    """
+    if seconds is None:
+        return NOTHING
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    sizes = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    for (name, length), (smaller, short) in itertools.pairwise(sizes):
+        # Rounded first, so that no 60 minutes stand beside hours.
+        whole = round(seconds / short) * short
+        if whole >= length:
+            rest = whole % length // short
+            return f"{whole // length} {name}" + (f" {rest} {smaller}" if rest else "")
+    return f"{seconds:.0f} s"
+
+
 def significant(value: float | None) -> str:
     """Returns a number of any size with two significant digits.
 
@@ -64,6 +99,18 @@ def significant(value: float | None) -> str:
     ('1.2e-05', '-')
     """
     return NOTHING if value is None else f"{value:.2g}"
+
+
+def about(value: float | None) -> str:
+    """Returns a number of 0 or more with two significant digits and no exponent.
+
+    >>> about(0.0), about(3.14), about(912.3), about(123456.0), about(None)
+    ('0', '3.1', '910', '120000', '-')
+    """
+    if value is None:
+        return NOTHING
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:.0f}" if rounded >= 10 else f"{max(rounded, 0.0):.2g}"
 
 
 ranks = name_ranks

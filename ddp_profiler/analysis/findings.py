@@ -8,6 +8,7 @@ from ddp_profiler import units
 from ddp_profiler.analysis import sampled
 from ddp_profiler.analysis.feeding_findings import explains_mismatch, find_feeding
 from ddp_profiler.analysis.machine import find_machine
+from ddp_profiler.analysis.noise_findings import find_noise
 from ddp_profiler.analysis.placement import largest, packed_twin, scaling_curve
 from ddp_profiler.analysis.reduction_findings import find_reduction
 from ddp_profiler.analysis.results import Finding, LevelResult
@@ -77,6 +78,7 @@ def find(levels: Sequence[LevelResult]) -> tuple[Finding, ...]:
         *_about_accumulation(measured),
         *find_machine(measured),
         *_about_crossing(measured),
+        *find_noise(measured),
     ]
     return tuple(sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity)))
 

@@ -10,9 +10,14 @@ from dataclasses import dataclass
 
 from ddp_profiler.analysis.allreduce import AllReduceResult
 from ddp_profiler.analysis.clocks import ClockOffset
+from ddp_profiler.analysis.confirmation import ConfirmedGain
 from ddp_profiler.analysis.feeding import Feeding
+from ddp_profiler.analysis.lateness import Lateness
+from ddp_profiler.analysis.micro_batch import MicroBatchCurve
 from ddp_profiler.analysis.model import StepCosts
+from ddp_profiler.analysis.noise_scale import NoiseScale
 from ddp_profiler.analysis.reduction import Reduction
+from ddp_profiler.analysis.roofline import Hardware, Roofline
 from ddp_profiler.analysis.sampled import SampledWindow
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.analysis.statistics import Distribution
@@ -23,10 +28,13 @@ __all__ = [
     "BatchCheck",
     "ClockOffset",
     "Communication",
+    "ConfirmedGain",
     "Distribution",
     "Feeding",
     "Finding",
+    "Lateness",
     "LevelResult",
+    "NoiseScale",
     "Overhead",
     "RankResult",
     "RunResult",
@@ -156,6 +164,11 @@ class LevelResult:
     ``feeding`` is what entered a script's training; None in studies.
     ``windows`` are those of a script that was observed again and again; empty where only once.
     ``reduction`` is what a script's record says about how it reduces; None for a study.
+    ``lateness`` is when ranks are ready to reduce, against each other; None where their clocks
+    cannot be compared.
+    ``gradient_element_bytes`` is the size of a gradient's element, mean over all.
+    ``roofline`` is what limits the step; None where operations were not counted (scripts).
+    ``noise_scale`` tells whether a larger global batch pays, or why that is not known.
     """
 
     id: str
@@ -199,6 +212,10 @@ class LevelResult:
     feeding: Feeding | None = None
     windows: tuple[SampledWindow, ...] = ()
     reduction: Reduction | None = None
+    lateness: Lateness | None = None
+    gradient_element_bytes: float | None = None
+    roofline: Roofline | None = None
+    noise_scale: NoiseScale | None = None
 
 
 @dataclass(frozen=True)
@@ -215,7 +232,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What the numbers belong to."""
+    """What the numbers belong to. ``hardware`` is None where it was not measured (scripts)."""
 
     run_id: str
     status: str
@@ -228,14 +245,17 @@ class RunResult:
     environment: Mapping[str, Mapping[str, object]]
     statistics_unit: str
     clocks: tuple[ClockOffset, ...] = ()
+    hardware: Hardware | None = None
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The content of ``summary.json``."""
+    """The content of ``summary.json``; ``micro_batches`` is None without a search for one."""
 
     schema_version: int
     run: RunResult
     levels: tuple[LevelResult, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
+    confirmation: ConfirmedGain | None = None
+    micro_batches: MicroBatchCurve | None = None

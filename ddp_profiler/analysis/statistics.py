@@ -101,6 +101,46 @@ def difference(a: Distribution, b: Distribution) -> tuple[float, tuple[float, fl
     return gap, (float(gap - below), float(gap + above))
 
 
+def ratio_interval(numerators: Floats, denominators: Floats) -> tuple[float, float] | None:
+    """Returns the 95 % interval of a ratio of two means that cannot be negative.
+
+    Fieller's (1954): all ratios r for which the mean of numerator - r x denominator does not
+    differ from 0 by Student's t. So it holds for few observations too, and says by itself where
+    the denominator cannot be told from 0: it has no upper end then.
+
+    >>> ratio_interval(np.array([2.0, 2, 2]), np.array([1.0, 1, 1]))
+    (2.0, 2.0)
+
+    Args:
+        numerators: Independent observations, shape [n].
+        denominators: Those of the same places, shape [n].
+
+    Returns:
+        (low, high), neither below 0, high inf where there is no upper end; None where any ratio
+        is possible, or below 2 observations.
+    """
+    count = len(numerators)
+    if count < 2:
+        return None
+    top, bottom = float(numerators.mean()), float(denominators.mean())
+    t_squared = float(stats.t.ppf(0.5 + _CONFIDENCE / 2, count - 1)) ** 2
+    covariance = np.cov(numerators, denominators) / count
+    # The ratios r with a r^2 - 2 b r + c <= 0.
+    a = bottom**2 - t_squared * float(covariance[1, 1])
+    b = top * bottom - t_squared * float(covariance[0, 1])
+    c = top**2 - t_squared * float(covariance[0, 0])
+    if a > 0:
+        if bottom < 0:
+            return None
+        half = np.sqrt(max(b**2 - a * c, 0.0))
+        return max(float((b - half) / a), 0.0), max(float((b + half) / a), 0.0)
+    if c <= 0 or top < 0:
+        return None
+    # Below the negative root or above the positive one, which is c over this.
+    below = b + float(np.sqrt(b**2 - a * c))
+    return (c / below, float("inf")) if below > 0 else None
+
+
 def block_bootstrap(
     values: Floats, statistic: Callable[[Floats], Floats], block: int | None = None
 ) -> tuple[float, float] | None:

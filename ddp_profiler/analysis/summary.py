@@ -13,13 +13,18 @@ import numpy.typing as npt
 from ddp_profiler import units
 from ddp_profiler.analysis import allreduce, model, statistics
 from ddp_profiler.analysis.clocks import ClockOffset, CommonClock, offsets
+from ddp_profiler.analysis.confirmation import confirmed
 from ddp_profiler.analysis.feeding import Feeding, observe
 from ddp_profiler.analysis.findings import find
 from ddp_profiler.analysis.gradient_scale import scale_notes
+from ddp_profiler.analysis.lateness import lateness
 from ddp_profiler.analysis.left_out import LeftOut, left_out
 from ddp_profiler.analysis.link import Link, link_of
 from ddp_profiler.analysis.machine import explain
+from ddp_profiler.analysis.micro_batch import curve
 from ddp_profiler.analysis.model import StepCosts
+from ddp_profiler.analysis.noise_findings import noise_notes
+from ddp_profiler.analysis.noise_scale import noise_scale
 from ddp_profiler.analysis.parts import (
     PARTS,
     Columns,
@@ -42,6 +47,7 @@ from ddp_profiler.analysis.results import (
     RunResult,
     Summary,
 )
+from ddp_profiler.analysis.roofline import describe_hardware, roofline
 from ddp_profiler.analysis.sampled import sampled_windows
 from ddp_profiler.analysis.scaling import Scaling, pop, scale
 from ddp_profiler.analysis.statistics import Distribution
@@ -101,10 +107,13 @@ def summarize_run(
             environment=info.environment,
             statistics_unit=_statistics_unit(levels),
             clocks=clocks,
+            hardware=describe_hardware(info.facts),
         ),
         levels=levels,
         findings=find(levels),
         notes=tuple(notes),
+        confirmation=confirmed(info.confirmation),
+        micro_batches=curve(info.micro_batches),
     )
 
 
@@ -391,7 +400,12 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
     )
     notes += reduction_notes(reduction)
     notes += _subset_note(measured)
-    step_ms = _summarize(measured.plain)
+    step_ms, instrumented_ms = _summarize(measured.plain), _summarize(measured.instrumented)
+    breakdown_ms = _mean_breakdown(measured.breakdowns)
+    noise = noise_scale(
+        dict(zip(measured.ranks, measured.columns, strict=True)), measured.index, level, facts
+    )
+    notes += noise_notes(noise)
     observed, micro_steps = _observed(measured.instrumented, level)
     samples_per_s = _throughput(step_ms, observed or level.global_batch or None)
     feeding = observe(
@@ -428,11 +442,11 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
         if measured.warmup
         else None,
         step_ms=step_ms,
-        instrumented_step_ms=_summarize(measured.instrumented),
+        instrumented_step_ms=instrumented_ms,
         samples_per_s=samples_per_s,
         tokens_per_s=_tokens_per_s(info, samples_per_s, step_ms, feeding),
         mfu=_mfu(samples_per_s, level.dp, facts),
-        breakdown_ms=_mean_breakdown(measured.breakdowns),
+        breakdown_ms=breakdown_ms,
         comm=_communication(measured.instrumented, level, facts),
         # Its time is that of the last rank to enter it, which may be the one that is missing.
         allreduce=allreduce.isolated(measured.columns, measured.index, level.dp, _link(info, facts))
@@ -487,6 +501,20 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             measured.clock_uncertainty_ms if len(measured.instrumented) == level.dp else None,
         ),
         reduction=reduction,
+        lateness=lateness(measured.arrivals)
+        if measured.comparable and len(measured.instrumented) == level.dp
+        else None,
+        gradient_element_bytes=facts.gradient_bytes / facts.parameters
+        if facts and facts.parameters
+        else None,
+        roofline=roofline(
+            breakdown_ms,
+            instrumented_ms.mean if instrumented_ms else None,
+            level.accumulation,
+            facts,
+            step_ms.mean if step_ms else None,
+        ),
+        noise_scale=noise,
     )
 
 

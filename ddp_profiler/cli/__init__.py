@@ -30,7 +30,9 @@ NAME = "ddp-profiler"
 _COMMANDS = {
     "analyze": "Show where the step time of a run went.",
     "study": "Launch a training script at several dp and compare.",
+    "predict": "Predict the step at other scales and settings.",
     "trace": "Show where the step time went, from traces of torch.profiler.",
+    "plan": "Plan a run: its batch, epochs, steps and training time.",
     "merge": "Join the folders that nodes without a shared file system kept.",
 }
 

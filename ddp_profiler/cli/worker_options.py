@@ -149,6 +149,19 @@ _defaults = StudyConfig()
     "--global-batch and --accumulate ask for.",
 )
 @click.option(
+    "--find-micro-batch",
+    is_flag=True,
+    help="First double the micro-batch at the largest dp until memory is used up or samples get "
+    "slower, and show memory and speed of each. The levels then use the smallest within 5 % of the "
+    "best speed, unless --micro-batch or --global-batch is given.",
+)
+@click.option(
+    "--memory-limit-gb",
+    type=float,
+    help="Memory of a rank that --find-micro-batch may use. Default: 70 % of what the host has "
+    "available, shared by its ranks; all of a GPU.",
+)
+@click.option(
     "--scaling",
     metavar="|".join(SCALINGS),
     help="weak: micro-batch and accumulation stay; strong: the global batch stays. "
@@ -222,6 +235,12 @@ _defaults = StudyConfig()
     show_default=True,
     help="Once all levels are measured, run N more optimizer steps of each under torch.profiler "
     "and keep its traces in the run folder, for ddp-profiler trace RUN; 0: none.",
+)
+@click.option(
+    "--confirm",
+    is_flag=True,
+    help="Then measure the change of settings that is predicted to gain most, in turns with the "
+    "setting as it is, and show predicted against real gain.",
 )
 @click.option(
     "--backend",

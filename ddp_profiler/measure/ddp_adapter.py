@@ -38,6 +38,7 @@ from ddp_profiler.measure import collectives
 from ddp_profiler.measure.backward import mark_end_of_nested_pass
 from ddp_profiler.measure.clock import DeviceTimeline
 from ddp_profiler.measure.collectives import Unobserved
+from ddp_profiler.measure.gradient_norms import GradientNorms
 from ddp_profiler.measure.marks import OpenSpan, Recorder
 from ddp_profiler.measure.untraced import untraced
 from ddp_profiler.schema import SpanKind
@@ -71,10 +72,15 @@ class _ObservedGroup(dist.ProcessGroup):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, recorder: Recorder, number: int | None = None
+        self,
+        group: dist.ProcessGroup,
+        recorder: Recorder,
+        norms: GradientNorms,
+        number: int | None = None,
     ) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._group = group
+        self._norms = norms
         self._recorder = recorder
         self._number = number
         # Gloo completes on threads of its own, whose current device and stream are not the
@@ -101,6 +107,8 @@ class _ObservedGroup(dist.ProcessGroup):
         if kind is SpanKind.BOOKKEEPING and tensor.device.type == "cpu":
             # DDP's map of the parameters that this rank has used, not reduced yet.
             span.value = tensor.numel() - int(torch.count_nonzero(tensor))
+        if self._norms.wanted and kind is SpanKind.GRADIENT:
+            self._norms.hand_over(tensor, self._group.size())
         work = self._group.allreduce(tensors, opts)
         self._note_end(work, span)
         if kind is SpanKind.GRADIENT:
@@ -147,6 +155,10 @@ class DdpAdapter:
         mechanism: One of :func:`probe`'s; the best of them where None.
         number: Which of several modules this is: the value of its gradient collectives, and the
             index of its buffer broadcasts.
+
+    Attributes:
+        norms: Reads the gradients that this module reduces by itself, while it is wanted; those
+            that a user's hook reduces it does not see.
     """
 
     def __init__(
@@ -162,6 +174,7 @@ class DdpAdapter:
         self._recorder = recorder
         self._number = number
         self.mechanism = mechanism or (available[0] if available else None)
+        self.norms = GradientNorms(recorder, -1 if number is None else number)
         self._group: _ObservedGroup | None = None
         self._hook_registered = False
         self.attached = False
@@ -204,7 +217,9 @@ class DdpAdapter:
             return
         if self.mechanism == PROCESS_GROUP:
             if self._group is None:
-                self._group = _ObservedGroup(ddp.process_group, self._recorder, self._number)
+                self._group = _ObservedGroup(
+                    ddp.process_group, self._recorder, self.norms, self._number
+                )
             ddp.reducer._update_process_group(self._group)
         elif self.mechanism == COMM_HOOK and not self._hook_registered:
             ddp.register_comm_hook(self, _observing_hook)
@@ -249,6 +264,8 @@ def _observing_hook(state: DdpAdapter, bucket: Any) -> Any:
     span = None
     if state.attached:
         span = state._recorder.hand_over(SpanKind.GRADIENT, tensor.nbytes, state._number)
+        if state.norms.wanted:
+            state.norms.hand_over(tensor, group.size())
     with Unobserved():
         work = dist.all_reduce(tensor, group=group, async_op=True)
     assert work is not None

@@ -41,7 +41,7 @@ def describe(
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if cuda
         else [],
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": available_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads_per_rank": threads,
@@ -55,7 +55,8 @@ def describe(
     }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Returns the model of this node's processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

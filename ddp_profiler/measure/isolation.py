@@ -64,21 +64,35 @@ def alone(modules: Iterable[nn.Module]) -> Iterator[None]:
     Raises:
         RuntimeError: The model issues a collective.
     """
+    with norms_alone(modules), _NoCollectives():  # type: ignore[no-untyped-call]
+        yield
+
+
+@contextlib.contextmanager
+def norms_alone(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Lets synchronised batch norm normalise over the samples that are there.
+
+    Args:
+        modules: What is run; each with all that is inside.
+    """
     synchronised = [
         module
         for top in modules
         for module in top.modules()
         if isinstance(module, nn.SyncBatchNorm)
     ]
+    before = [module.__dict__.get("forward") for module in synchronised]
     for module in synchronised:
         # An attribute of the instance goes before the class's method.
         module.__dict__["forward"] = functools.partial(_BatchNorm.forward, module)
     try:
-        with _NoCollectives():  # type: ignore[no-untyped-call]
-            yield
+        yield
     finally:
-        for module in synchronised:
-            del module.__dict__["forward"]
+        for module, forward in zip(synchronised, before, strict=True):
+            if forward is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = forward
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddp_profiler.measure import backward, ddp_adapter
+from ddp_profiler.measure import backward, ddp_adapter, gradient_norms
 from ddp_profiler.measure.backward import BackwardWatch
 from ddp_profiler.measure.batches import Batches, number_of_samples
 from ddp_profiler.measure.machine import MachineWatch
@@ -72,6 +72,8 @@ class LevelRun:
         precision: fp32, bf16 or fp16.
         seed: Order of the samples.
         planter: Delays planted for tests.
+        bucket_view: Keep gradients in the buckets.
+        reduce_once: Reduce in the last micro-step only, also where the opposite is planted.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class LevelRun:
         precision: str,
         seed: int,
         planter: Planter,
+        bucket_view: bool = False,
+        reduce_once: bool = False,
     ) -> None:
         self.level = level
         self.workload = workload
@@ -95,6 +99,7 @@ class LevelRun:
         self.device = device
         self.step = 0
         self._planter = planter
+        self._always_syncs = planter.always_syncs and not reduce_once
         self._loss_divisor = level.accumulation / planter.loss_factor(level.dp, level.accumulation)
         self._micro_step_s = 0.0
         workload.module.to(device)
@@ -107,6 +112,7 @@ class LevelRun:
             process_group=group,
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=workload.find_unused_parameters,
+            gradient_as_bucket_view=bucket_view,
         )
         self._parameters = [
             p
@@ -139,10 +145,12 @@ class LevelRun:
             Variant.BARE: self._bare_step,
             Variant.NO_SYNC: self._no_sync_step,
             Variant.READY: self._no_sync_step,
+            Variant.NOISE: self._noise_step,
         }.get(variant, self._instrumented_step)
         hooks = self._watch_parameters() if variant is Variant.READY else []
         if one_step != self._plain_step:
             self.adapter.attach()
+        self.adapter.norms.wanted = variant is Variant.NOISE
         self._meet()
         if machine is not None:
             machine.begin()
@@ -165,6 +173,7 @@ class LevelRun:
         # DDP broadcasts buffers in the forward after a sync micro-step. A baseline block must not
         # take that away from the first step of the block after it.
         self.ddp.require_forward_param_sync = True
+        self.adapter.norms.wanted = False
         self.adapter.detach()
         for hook in hooks:
             hook.remove()
@@ -209,6 +218,32 @@ class LevelRun:
             time_per_micro_step_s=self._micro_step_s,
         )
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The model and what is trained beside it."""
+        return (self.workload.module, *self.workload.extra_modules)
+
+    def try_micro_step(self, batch: Any, *, sync: bool = False) -> None:
+        """Runs forward and backward of a micro-batch on the device; nothing is recorded.
+
+        Without ``sync`` no collective is issued, also none for buffers, so that ranks need not
+        do the same.
+        """
+        self.ddp.require_forward_param_sync = sync
+        context = contextlib.nullcontext() if sync else self.ddp.no_sync()
+        with context:
+            self._backward(self._loss(self.ddp, batch, self.workload.inputs(batch)))
+
+    def try_optimizer(self) -> None:
+        """Steps the optimizer once with gradients of 0: its state is then allocated.
+
+        Gradients stay, and weights move by no more than weight decay, alike on all ranks.
+        """
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        self.optimizer.step()
+
     def _reduced(self) -> list[tuple[str, nn.Parameter]]:
         """Returns the parameters that DDP reduces, each once, in the order of registration."""
         return [(n, p) for n, p in self.ddp.module.named_parameters() if p.requires_grad]
@@ -220,7 +255,7 @@ class LevelRun:
 
     def _syncs(self, micro_step: int) -> bool:
         """Tells whether gradients are reduced in a micro-step: in the last one only."""
-        return self._planter.always_syncs or micro_step == self.level.accumulation - 1
+        return self._always_syncs or micro_step == self.level.accumulation - 1
 
     def _sync_context(self, micro_step: int) -> AbstractContextManager[None]:
         if self._syncs(micro_step):
@@ -324,6 +359,46 @@ class LevelRun:
             self.optimizer.zero_grad()
         end = mark()
         recorder.span(SpanKind.OPTIMIZER, optimizer_begin, end)
+        recorder.step_span(begin, end)
+        return end
+
+    def _noise_step(self, begin: Any) -> Any:
+        """A step that takes the norms of its gradient and leaves the parameters as they are.
+
+        At dp = 1 the first micro-step stands for the smaller of the two batches.
+        """
+        level, recorder, norms = self.level, self.recorder, self.adapter.norms
+        scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        last = level.accumulation - 1
+        for micro_step in range(level.accumulation):
+            recorder.begin_micro_step(self.step, micro_step)
+            batch = self.batches.next()
+            # Never before the last one: what is handed over then is this rank's alone.
+            with contextlib.nullcontext() if micro_step == last else self.ddp.no_sync():
+                loss = self._loss(self.ddp, batch, self.workload.inputs(batch))
+                recorder.phase = SpanKind.BACKWARD
+                self._backward(loss)
+                recorder.phase = None
+            if level.dp == 1 and micro_step == 0 < last:
+                # Its share of the sum, made the mean that the whole one is.
+                share = scale / level.accumulation
+                value, nbytes = gradient_norms.of_gradients(p for _, p in self._reduced())
+                gradient_norms.record(
+                    recorder,
+                    SpanKind.LOCAL_GRADIENT_NORM,
+                    value / share**2,
+                    nbytes,
+                    level.micro_batch,
+                )
+        norms.take(
+            local_samples=level.micro_batch * level.accumulation,
+            reduced_samples=level.global_batch,
+            divisor=scale,
+            reads_local=level.dp > 1,
+        )
+        self.optimizer.zero_grad()
+        end = recorder.mark()
+        recorder.begin_micro_step(self.step, -1)
         recorder.step_span(begin, end)
         return end
 

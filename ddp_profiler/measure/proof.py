@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from ddp_profiler.measure.batches import concatenate, number_of_samples, to_device
 from ddp_profiler.measure.gradients import Gradients, checksum, compare_gradients, some
 from ddp_profiler.measure.isolation import alone, full_precision, random_kept, state_kept
+from ddp_profiler.measure.memory import is_out_of_memory
 from ddp_profiler.schema import BatchProof, LevelSettings
 from ddp_profiler.workload import Workload
 
@@ -288,10 +289,8 @@ def _against_one_process(
     try:
         found = gradient(whole)
         out_of_memory = False
-    except RuntimeError as error:
-        out_of_memory = isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(
-            error
-        )
+    except (RuntimeError, MemoryError) as error:
+        out_of_memory = is_out_of_memory(error)
         if not out_of_memory or len(micro_batches) == 1:
             raise
     if out_of_memory:

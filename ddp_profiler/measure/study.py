@@ -22,21 +22,25 @@ from ddp_profiler.measure.clock import (
     monotonic_clock,
 )
 from ddp_profiler.measure.clock_sync import ClockSync
-from ddp_profiler.measure.flops import count_flops, measure_peak_flops
+from ddp_profiler.measure.flops import count_flops
 from ddp_profiler.measure.kineto import KinetoCapture
 from ddp_profiler.measure.link import LinkProbe, neighbours
 from ddp_profiler.measure.loop import PRECISION_DTYPES, LevelRun, block_plan
 from ddp_profiler.measure.machine import MachineWatch
 from ddp_profiler.measure.marks import Columns, Recorder
 from ddp_profiler.measure.nvidia import open_gpu
+from ddp_profiler.measure.operations import count_operations
+from ddp_profiler.measure.peaks import measure_peaks
 from ddp_profiler.measure.session import Session
 from ddp_profiler.naming import name_ranks
 from ddp_profiler.schema import (
     ClockReading,
+    DevicePeaks,
     LevelFacts,
     LevelSettings,
     LinkStreams,
     MachineUse,
+    OperationCount,
     Variant,
 )
 from ddp_profiler.workload import Workload, build
@@ -44,6 +48,9 @@ from ddp_profiler.workload.plant import Planter, parse_plants
 
 TRACED_BLOCK = 1_000_000
 """Number of the block under torch.profiler: above those of all others."""
+_NOISE_STEPS = 6
+_NOISE_SHARE = 0.3
+"""Of the plain steps, where that is more: few, since these steps are no part of any time."""
 _BEAT_S = 0.5
 """Steps shorter than this are not interrupted by telling idle ranks that things move."""
 
@@ -146,7 +153,8 @@ class Study:
         self._progress = progress
         self._phase = phase
         self._plants = parse_plants(config.plants)
-        self._known_flops: tuple[int | None, float | None] | None = None
+        self._known_flops: tuple[int | None, DevicePeaks] | None = None
+        self._known_operations: dict[int, OperationCount | None] = {}
         self._recorder = Recorder(make_timeline(session.device.device, clock), sink)
         gpu = open_gpu(session.device.device)
         self._machines = [MachineWatch(session.rank, torch.get_num_threads(), gpu) for _ in levels]
@@ -230,6 +238,10 @@ class Study:
         machine = self._machines[index]
         baselines = [Variant.NO_SYNC] + ([Variant.BARE] if level.dp == 1 else [])
         plan = [(Variant.WARMUP, config.warmup), *block_plan(config.steps, *baselines)]
+        if level.dp * level.accumulation > 1:
+            steps = max(_NOISE_STEPS, int(_NOISE_SHARE * config.steps))
+            plan.append((Variant.NOISE, min(steps, config.steps)))
+        # Last, since the batch proof estimates its time by these steps.
         plan.append((Variant.READY, min(3, config.steps)))
         phase.name = f"level {level.id}, building the model"
         if leads:
@@ -260,9 +272,8 @@ class Study:
                 facts = replace(facts, proof=run.prove_batch())
                 if leads:
                     session.beat(heartbeat)
-                    phase.name = f"level {level.id}, counting FLOPs"
-                    flops, peak = self._flops(run.workload)
-                    facts = replace(facts, flops_per_sample=flops, peak_flops_per_s=peak)
+                    phase.name = f"level {level.id}, counting operations"
+                    facts = self._with_hardware(facts, run.workload, level.micro_batch)
                     session.beat(heartbeat)
         finally:
             run.close()
@@ -356,14 +367,25 @@ class Study:
             group, level.ranks, pair, session.rank, session.device.device, timeline
         ).measure()
 
-    def _flops(self, workload: Workload) -> tuple[int | None, float | None]:
-        """Returns FLOPs of a sample and the device's peak rate; found out once."""
+    def _with_hardware(self, facts: LevelFacts, workload: Workload, micro_batch: int) -> LevelFacts:
+        """Adds operations, FLOPs of a sample and the device's peaks; each is found out once."""
+        device = self._session.device.device
+        autocast = PRECISION_DTYPES.get(self._config.precision)
+        if micro_batch not in self._known_operations:
+            counted = count_operations(workload, device, micro_batch, autocast)
+            self._known_operations[micro_batch] = counted
         if self._known_flops is None:
-            device = self._session.device.device
-            dtype = PRECISION_DTYPES.get(self._config.precision, torch.float32)
             flops = count_flops(workload, device)
-            self._known_flops = flops, measure_peak_flops(device, dtype) if flops else None
-        return self._known_flops
+            peaks = measure_peaks(device, autocast or torch.float32, self._session.rank)
+            self._known_flops = flops, peaks
+        flops, peaks = self._known_flops
+        return replace(
+            facts,
+            flops_per_sample=flops,
+            peak_flops_per_s=peaks.flops_per_s if flops else None,
+            operations=self._known_operations[micro_batch],
+            device=peaks,
+        )
 
 
 class BeatEvery:

@@ -12,15 +12,18 @@ from rich.text import Text
 
 from ddp_profiler import units
 from ddp_profiler.analysis.parts import PARTS
-from ddp_profiler.analysis.results import ClockOffset, LevelResult, Summary
+from ddp_profiler.analysis.results import ClockOffset, ConfirmedGain, LevelResult, Summary
+from ddp_profiler.analysis.roofline import Bound, Hardware
 from ddp_profiler.analysis.sampled import lateness
 from ddp_profiler.analysis.scaling import Pop
+from ddp_profiler.report.micro_batch import micro_batch_lines, micro_batch_table
 from ddp_profiler.report.text import WIDTH, simple_table, text_console
 
 _GAP = 2
 _HEADER_LEAST = 8
 _CORNER = "ms a step"
 _CLOCKS_SHOWN = 4
+_ROOFS_SHOWN = 3
 _WINDOWS_SHOWN = 12
 _ASCII_BOX = {
     code: "-" if chr(code) in "─━┄┅┈┉╌╍═╴╶╸╺╼╾" else "|" if chr(code) in "│┃┆┇┊┋╎╏║╵╷╹╻╽╿" else "+"
@@ -37,6 +40,8 @@ _WATERFALL_LABELS = {
     "residual": "  + residual",
 }
 """What the waterfall adds to the parts above, in ms; its other terms are small and in the JSON."""
+
+_SHORT_BOUNDS = {Bound.COMMUNICATION: "comm.", Bound.NONE: "neither"}
 
 _PART_LABELS = {
     "data": "data",
@@ -61,7 +66,9 @@ def render(summary: Summary, *, color: bool = False) -> str:
     for table in (*_tables(summary.levels), *map(_window_table, summary.levels)):
         if table is not None:
             console.print(table)
-    for line in _footnotes(summary):
+    if summary.micro_batches is not None:
+        console.print(micro_batch_table(summary.micro_batches))
+    for line in (*micro_batch_lines(summary.micro_batches), *_footnotes(summary)):
         console.print(Text(units.printable(line)))
     return output.getvalue()
 
@@ -230,8 +237,15 @@ def _rows(levels: Sequence[LevelResult]) -> list[_Row]:
         row("speedup / efficiency", _efficiency)
     if any(level.mfu is not None for level in levels):
         row("share of peak FLOP/s", lambda v: units.percent(v.mfu))
+    if any(_share_of_sheet(level) is not None for level in levels):
+        row("  of the data sheet's", lambda v: units.percent(_share_of_sheet(v)))
     if any(level.tokens_per_s is not None for level in levels):
         row("tokens/s", lambda v: units.rate(v.tokens_per_s))
+    if any(level.roofline for level in levels):
+        row("roofline", _bound)
+    if any(level.noise_scale and level.noise_scale.ci95 for level in levels):
+        row("noise scale (samples)", lambda v: _noise_scale(v)[0])
+        row("  95 % interval", lambda v: _noise_scale(v)[1])
     rows[-1].ends_section = True
     row(
         "instrumented step (mean)",
@@ -352,6 +366,48 @@ def _batch(level: LevelResult) -> str:
     return f"{check.declared if wrong else configured} SAW {check.observed}"
 
 
+def _share_of_sheet(level: LevelResult) -> float | None:
+    return level.roofline.data_sheet_flops_fraction if level.roofline else None
+
+
+def _bound(level: LevelResult) -> str:
+    """Returns what limits the step, and how near the rest of it is to that roof."""
+    roof = level.roofline
+    if roof is None or roof.bound is None:
+        return units.NOTHING
+    short = _SHORT_BOUNDS.get(roof.bound, roof.bound.value)
+    share = {
+        Bound.INPUT: roof.input_fraction,
+        Bound.COMMUNICATION: roof.communication_fraction,
+    }.get(roof.bound, roof.roof_fraction)
+    return f"{short} {units.percent(share, 0)}"
+
+
+def _hardware_lines(hardware: Hardware | None) -> list[str]:
+    """Returns what the device reaches, and its data sheet."""
+    if hardware is None:
+        return []
+    ridge = hardware.ridge_flops_per_byte
+    lines = [
+        f"{hardware.name} reaches {units.decimal(hardware.flops_per_s, 'FLOP/s')} in products "
+        f"({hardware.arithmetic}) and {units.decimal(hardware.memory_bytes_per_s, 'B/s')} in "
+        "copies (measured on rank "
+        f"{hardware.rank})" + ("" if ridge is None else f"; ridge at {ridge:.3g} FLOP/byte") + "."
+    ]
+    sheet = hardware.data_sheet
+    if sheet is not None:
+        peak = sheet.flops_per_s.get(hardware.arithmetic)
+        lines.append(
+            f"data sheet of {sheet.part}: {units.decimal(peak, 'FLOP/s')}, "
+            f"{units.decimal(sheet.memory_bytes_per_s, 'B/s')}"
+            + (f"; {hardware.data_sheet_reason}" if hardware.data_sheet_reason else "")
+            + "."
+        )
+    elif hardware.data_sheet_reason:
+        lines.append(f"no data sheet for this device: {hardware.data_sheet_reason}.")
+    return lines
+
+
 def _known(number: int | None) -> str:
     return "?" if number is None else str(number)
 
@@ -389,6 +445,17 @@ def _crossing(level: LevelResult) -> str:
     return f"{units.ms(level.crossing_ms)} {level.crossing_fraction * 100:4.0f}%"
 
 
+def _noise_scale(level: LevelResult) -> tuple[str, str]:
+    """Returns the noise scale, or what it is at least, and its interval."""
+    scale = level.noise_scale
+    if scale is None or scale.ci95 is None:
+        return units.NOTHING, units.NOTHING
+    low, high = scale.ci95
+    if high is None:
+        return f">= {units.about(low)}", units.NOTHING
+    return units.about(scale.samples), f"{units.about(low)}..{units.about(high)}"
+
+
 def _part(level: LevelResult, part: str) -> str:
     value = level.breakdown_ms[part]
     step = level.instrumented_step_ms
@@ -416,8 +483,29 @@ def _overhead(level: LevelResult) -> tuple[str, str]:
     return text, f"{low:+.1f}..{high:+.1f}"
 
 
+def _confirmation(found: ConfirmedGain | None) -> list[str]:
+    if found is None:
+        return []
+    low, high = found.predicted_interval90_ms
+    said = f"{found.level}: {found.text}: predicted gain {units.ms(found.predicted_gain_ms)} ms "
+    said += f"a step ({units.ms(low)} to {units.ms(high)})"
+    if found.gain_ms is None:
+        return [f"not confirmed: {said}; {found.problem}"]
+    real = f"real gain {units.ms(found.gain_ms)} ms"
+    if found.ci95_ms is not None:
+        real += f" ({units.ms(found.ci95_ms[0])} to {units.ms(found.ci95_ms[1])})"
+    share = found.gain_ms / found.before_ms if found.before_ms else None
+    off = "" if found.error_pct is None else f"; the prediction is off by {found.error_pct:+.1f} %"
+    return [
+        f"confirmed: {said}, {real}, {units.percent(share, 0)} of {units.ms(found.before_ms)} ms"
+        f"{off}"
+    ]
+
+
 def _footnotes(summary: Summary) -> list[str]:
-    lines = []
+    lines = _hardware_lines(summary.run.hardware)
+    roofs = [(level.id, level.roofline) for level in summary.levels if level.roofline]
+    lines += [f"{level} roofline: {roof.reason}." for level, roof in roofs[:_ROOFS_SHOWN]]
     told: dict[str, list[str]] = {}
     for level in summary.levels:
         for note in (*level.notes, *level.batch_check.notes):
@@ -435,6 +523,7 @@ def _footnotes(summary: Summary) -> list[str]:
     if len(summary.run.clocks) > _CLOCKS_SHOWN:
         lines.append(f"... and {len(summary.run.clocks) - _CLOCKS_SHOWN} more clocks")
     lines += [f"note: {note}" for note in summary.notes]
+    lines += _confirmation(summary.confirmation)
     for finding in summary.findings:
         lines.append(f"{finding.severity}: {finding.message} ({finding.evidence})")
     return lines

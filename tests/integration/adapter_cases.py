@@ -8,6 +8,7 @@ import copy
 import hashlib
 import json
 import pickle
+import struct
 import sys
 
 import torch
@@ -66,20 +67,39 @@ class Observed:
         self.recorder = Recorder(HostTimeline(), self.columns.append)
         self.mechanism = mechanism
         self.watch = BackwardWatch(self.recorder) if mechanism else None
+        self.adapter = None
+        self.norms = []
 
     @contextlib.contextmanager
     def __call__(self, ddp):
         if self.mechanism is None:
             yield
             return
-        adapter = ddp_adapter.DdpAdapter(ddp, self.recorder, self.mechanism)
+        self.adapter = adapter = ddp_adapter.DdpAdapter(ddp, self.recorder, self.mechanism)
+        # As dear as it gets: reading the gradients changes nothing either.
+        adapter.norms.wanted = True
         self.recorder.begin_block(0, 0, 0, Variant.INSTRUMENTED)
         adapter.attach()
         try:
             yield
         finally:
+            self.adapter = None
             adapter.detach()
             self.recorder.flush()
+
+    def take_norms(self, ddp):
+        """Keeps by how much the norm of the reduced gradient is off what DDP has left."""
+        if self.adapter is None:
+            return
+        before = len(self.recorder._spans)
+        self.adapter.norms.take()
+        taken = {span[2]: span[8] for span in self.recorder._spans[before:]}
+        if taken:
+            bits = struct.pack("<q", taken[SpanKind.REDUCED_GRADIENT_NORM])
+            there = sum(
+                p.grad.double().square().sum() for p in ddp.parameters() if p.grad is not None
+            )
+            self.norms.append(abs(struct.unpack("<d", bits)[0] / float(there) - 1))
 
     def kinds(self):
         return [kind for columns in self.columns for kind in columns["kind"]]
@@ -112,6 +132,7 @@ def train(
                 observed.recorder.phase = SpanKind.BACKWARD
                 loss.backward()
                 observed.recorder.phase = None
+                observed.take_norms(ddp)
         if not uneven:
             # Outside forward and backward: of no interest.
             dist.all_reduce(torch.zeros(1))
@@ -340,6 +361,7 @@ def main():
                 "buckets": len(parts[0].reducer._get_zeros_like_grad_buckets()),
                 "restored": functions() == original and not ddp_adapter.is_installed(),
                 "silent_after": len(observed.kinds()) == seen,
+                "norms": observed.norms,
             }
             # One write: lines of several ranks must not mix.
             sys.stdout.write(json.dumps(result) + "\n")

@@ -72,6 +72,15 @@ def test_gradient_collectives_are_seen(results):
             assert row["local_ends"] >= 6, row
 
 
+def test_norms_of_reduced_gradients_are_those_that_ddp_leaves(results):
+    for row in results:
+        # A hook of the user's reduces by itself, unseen. A rank that joins late trains longer.
+        hooked = row["case"] in {"fp16_compress", "power_sgd", "fp16_with_norm", "hooked_before"}
+        most = 6 + 2 * row["rank"] if row["case"] == "join" else 6
+        assert len(row["norms"]) == (0 if hooked else most), row
+        assert max(row["norms"], default=0) < 1e-5, row
+
+
 def test_broadcasts_and_bookkeeping_are_no_gradients(results):
     by_case = {(r["case"], r["mechanism"]): r for r in results if r["rank"] == 0}
     assert by_case["batch_norm", "process_group"]["broadcasts"] == 6

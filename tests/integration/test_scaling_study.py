@@ -76,6 +76,9 @@ def test_an_input_bound_job_has_low_input_and_unchanged_communication_efficiency
         assert after["communication_efficiency"] == pytest.approx(
             before["communication_efficiency"], abs=0.08
         )
+        # The timed layers sleep, so without the wait for data no roof is near.
+        bounds = [one.level("dp2")["roofline"]["bound"] for one in looks]
+        assert bounds == ["none", "input"]
         limits = [f["message"] for f in looks[1].summary["findings"] if f["id"] == "limit"]
         assert all("limited by input" in message for message in limits)
 

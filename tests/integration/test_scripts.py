@@ -78,6 +78,9 @@ def test_training_stays_what_it_was(observed, alone, ranks, case):
     assert setting == (4, accumulation, ranks)
     assert level["batch_check"]["observed"] == 4 * accumulation * ranks
     assert level["batch_check"]["ok"]
+    # Both steps of the warm-up; training stays what it was though gradients are read in them.
+    assert level["noise_scale"]["steps"] == 2
+    assert level["noise_scale"]["large_batch"] == level["batch_check"]["observed"]
     notes = [
         note.replace("56", f"{28 * ranks}").replace("2 ranks", f"{ranks} ranks")
         for note in NOTES.get(case, [])

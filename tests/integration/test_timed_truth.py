@@ -48,6 +48,17 @@ def test_little_is_left_over(plain, level):
     assert -0.001 <= other <= 0.01 * step + 0.2
 
 
+@timed
+def test_the_hardware_is_measured_once(plain):
+    hardware = plain.summary["run"]["hardware"]
+    assert hardware["flops_per_s"] > hardware["memory_bytes_per_s"] > 0
+    assert (hardware["data_sheet"], hardware["data_sheet_reason"]) == (None, None)
+    devices = [facts["device"] for facts in plain.run_info["facts"]]
+    assert devices[0] == devices[1]
+    # Layers that sleep are near no roof.
+    assert [level["roofline"]["bound"] for level in plain.summary["levels"]] == ["none", "none"]
+
+
 def test_no_communication_without_peers(plain):
     found = plain.last.level("dp1")
     assert found["comm"]["overlap_fraction"] is None

@@ -118,6 +118,36 @@ def crosscheck(case):
     return {"result": [{"model": "timed", "figures": figures}]}
 
 
+def forecast(case):
+    """Two settings of a family, measured a little off what was predicted."""
+    base = {"nodes": 2, "mbit": 500, "cap_mb": 4.0, "accumulation": 1, "late": False}
+    found = [
+        {
+            "target": {**base, **changes},
+            "predicted": {
+                "step_ms": {"median": 100.0, "interval90": [96.0, 104.0]},
+                "naive_ms": {"no_overlap_ms": 150.0, "perfect_overlap_ms": 80.0},
+            },
+            "measured": {"mean": 101.0},
+        }
+        for changes in ({"nodes": 4}, {"mbit": 250, "cap_mb": 25.0, "accumulation": 4})
+    ]
+    return {"base": base, "found": found}
+
+
+def gain(case):
+    setting = {"buckets": "bucket_cap_mb", "reductions": "reduce_once"}[case["bad"]]
+    found = {
+        "setting": setting,
+        "text": "do it",
+        "gain_ms": 50.0,
+        "before_ms": 200.0,
+        "predicted_gain_ms": 52.0,
+        "error_pct": 4.0,
+    }
+    return {"confirmation": found}
+
+
 RIGHT = {
     "links": link,
     "late": late,
@@ -129,6 +159,9 @@ RIGHT = {
     "no-sync": no_sync,
     "modules": modules,
     "crosscheck": crosscheck,
+    "predict": forecast,
+    "predict-real": forecast,
+    "confirm": gain,
 }
 
 
@@ -154,7 +187,8 @@ def test_right_figures_hold(page, experiment):
     rows = page.table(experiment, items_of(experiment), quick=False)
     assert rows
     assert all(row.holds is not False for row in rows)
-    assert all(row.holds for row in rows) or experiment.name in ("smallest", "crosscheck")
+    stated = ("smallest", "crosscheck", "predict", "predict-real")
+    assert all(row.holds for row in rows) or experiment.name in stated
 
 
 def test_a_case_that_failed_is_a_row_that_does_not_hold(page, experiment):
@@ -233,9 +267,42 @@ def far_from_theirs(figures):
     figures["result"][0]["figures"][0]["difference_percent"] = -7.0
 
 
+def all_off(figures):
+    for one in figures["found"]:
+        one["measured"]["mean"] = 90.0
+
+
+def one_far_off(figures):
+    figures["found"][0]["measured"]["mean"] = 120.0
+
+
+def nothing_confirmed(figures):
+    figures["confirmation"] = None
+
+
+def another_change(figures):
+    figures["confirmation"]["setting"] = "bucket_view"
+
+
+def gain_far_off(figures):
+    figures["confirmation"]["error_pct"] = -12.0
+
+
+def outside_the_interval(figures):
+    for one in figures["found"]:
+        one["predicted"]["step_ms"]["interval90"] = [99.0, 100.5]
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
+        ("predict", all_off),
+        ("confirm", nothing_confirmed),
+        ("confirm", another_change),
+        ("confirm", gain_far_off),
+        ("predict", one_far_off),
+        ("predict", outside_the_interval),
+        ("predict-real", all_off),
         ("links", wrong_link),
         ("links", no_large_size),
         ("late", wrong_rank),
@@ -292,3 +359,29 @@ def test_the_page_counts_what_holds_and_names_machine_and_version(page):
     assert "A processor" in text
     assert "0 test" in text
     assert text.count("**no**") == 2  # The row, and the sentence that explains the mark.
+
+
+def test_a_prediction_is_named_by_what_it_changes(page):
+    experiment = page.by_name(["predict"])["predict"]
+    rows = page.table(experiment, items_of(experiment), quick=False)
+    assert rows[0].planted == "scale: dp 2 -> 4"
+    assert rows[0].error == "-1.0 %"
+    assert rows[0].found == "100.0 ms (96.0 to 104.0); naive: +49 %, -21 %"
+    assert rows[1].planted == ("scale: 500 -> 250 Mbit/s, cap 4 -> 25 MB, accumulation 1 -> 4")
+    assert [row.truth for row in rows[-3:]] == [
+        "median error",
+        "largest error",
+        "inside the 90 % interval",
+    ]
+
+
+def test_at_least_20_predictions_of_what_was_asked_for(page):
+    experiment = page.by_name(["predict"])["predict"]
+    words = [
+        target.words(base) for base, targets in experiment.families.values() for target in targets
+    ]
+    assert len(words) >= 20
+    asked = ("dp 2 -> 4", "dp 2 -> 8", "1000 -> 500", "1000 -> 250", "accumulation 1 -> 4")
+    for part in (*asked, "cap 25 -> 1 ", "cap 25 -> 4 ", "-> 25 MB"):
+        assert any(part in one for one in words), part
+    assert any(base.late for base, _ in experiment.families.values())

@@ -1,7 +1,9 @@
 """What an attachment sees of a training loop in this process, and that it leaves nothing behind."""
 
+import contextlib
 import copy
 import gc
+import struct
 import threading
 import weakref
 from types import FunctionType
@@ -120,6 +122,28 @@ def test_plain_loop(observed):
         # The first zero_grad has no step before it that it could end.
         assert seen.phases(step) == ["DATA", "OPTIMIZER", "FORWARD", "BACKWARD", "OPTIMIZER"]
     assert len(seen.of(SpanKind.GRADIENT)) == len(seen.of(SpanKind.LOCAL_BACKWARD_END)) == 3
+    assert seen.failures == []
+
+
+def test_norms_of_gradients_are_taken_in_the_warm_up_only(observed):
+    plan = [(Variant.WARMUP, 2), (Variant.PLAIN, 2), (Variant.INSTRUMENTED, 2)]
+    seen = observed(plan)
+    ddp, expected = model(), []
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(7):
+        for micro_step in range(2):
+            with ddp.no_sync() if micro_step == 0 else contextlib.nullcontext():
+                ddp(X[:2] * (step + 1)).square().sum().backward()
+        gradients = torch.cat([p.grad.flatten() for p in ddp.parameters()])
+        expected.append(float(gradients.double().square().sum()))
+        sgd.step()
+        sgd.zero_grad()
+    seen.finish()
+    for kind in (SpanKind.LOCAL_GRADIENT_NORM, SpanKind.REDUCED_GRADIENT_NORM):
+        points = seen.of(kind)
+        assert [(p["step"], p["micro_step"], p["index"]) for p in points] == [(0, 1, 0), (1, 1, 0)]
+        found = [struct.unpack("<d", struct.pack("<q", p["value"]))[0] for p in points]
+        assert found == pytest.approx(expected[:2], rel=1e-6)
     assert seen.failures == []
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from ddp_profiler.analysis.data_sheets import find_sheet
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.results import (
     BatchCheck,
@@ -16,6 +17,7 @@ from ddp_profiler.analysis.results import (
     RunResult,
     Summary,
 )
+from ddp_profiler.analysis.roofline import Bound, Hardware, Roofline
 from ddp_profiler.report import console
 
 BREAKDOWN = dict(zip(PARTS, (1.5, 20.25, 0.5, 40.0, 0.0, 3.0, 5.0, 2.0, 7.0, 0.75), strict=True))
@@ -397,3 +399,48 @@ def test_markup_is_text():
     )
     assert cells(text, "ms a step") == ["[red]x[/]"]
     assert "[bold]y[/bold] :smile:" in text
+
+
+HARDWARE = Hardware(0, "NVIDIA H200", "tf32", 4.1e14, 4.2e12, 97.6, 4.2, None, None)
+
+
+def test_hardware_and_roofline():
+    levels = (
+        make_level(id="a", roofline=Roofline(Bound.COMPUTE, "why", 0.1, 0.2, roof_fraction=0.74)),
+        make_level(id="b", roofline=Roofline(Bound.INPUT, "", 0.61, 0.2, roof_fraction=0.74)),
+        make_level(id="c", roofline=Roofline(Bound.COMMUNICATION, "", 0.1, 0.55)),
+        make_level(
+            id="d",
+            roofline=Roofline(
+                Bound.NONE, "", 0.1, 0.2, roof_fraction=0.23, data_sheet_flops_fraction=0.125
+            ),
+        ),
+        make_level(id="e", roofline=Roofline(None, "")),
+    )
+    text = console.render(make_summary(*levels[:3]))
+    assert cells(text, "roofline") == ["compute", "74", "%", "input", "61", "%", "comm.", "55", "%"]
+    assert "data sheet" not in text
+    assert "a roofline: why." in text
+    text = console.render(make_summary(*levels[3:], run={"hardware": HARDWARE}))
+    assert cells(text, "roofline") == ["neither", "23", "%", "-"]
+    assert "roofline" not in console.render(make_summary(make_level()))
+    assert max(map(width, text.splitlines())) <= 80
+
+
+def test_data_sheets_are_shown_or_the_reason_is():
+    sheet = find_sheet("NVIDIA H200")
+    with_sheet = replace(HARDWARE, data_sheet=sheet.sheet, data_sheet_reason=sheet.reason)
+    level = make_level(
+        mfu=0.3, roofline=Roofline(Bound.NONE, "", 0.1, 0.2, data_sheet_flops_fraction=0.125)
+    )
+    text = console.render(make_summary(level, run={"hardware": with_sheet}))
+    assert cells(text, "of the data sheet's") == ["12.5", "%"]
+    words = " ".join(text.split())
+    assert (
+        "NVIDIA H200 reaches 410 TFLOP/s in products (tf32) and 4.2 TB/s in copies (measured on "
+        "rank 0); ridge at 97.6 FLOP/byte. data sheet of H200 SXM: 494 TFLOP/s, 4.8 TB/s; the "
+        "device's power limit is not known."
+    ) in words
+    unknown = replace(HARDWARE, data_sheet_reason="no row for this name")
+    text = console.render(make_summary(level, run={"hardware": unknown}))
+    assert "no data sheet for this device: no row for this name." in " ".join(text.split())

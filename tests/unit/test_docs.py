@@ -8,25 +8,36 @@ import pytest
 
 from ddp_profiler.analysis import results
 from ddp_profiler.analysis.allreduce import AllReduceResult, AllReduceSize
+from ddp_profiler.analysis.data_sheets import DataSheet
 from ddp_profiler.analysis.feeding import Feeding, RankBatch, RankTokens, Tokens
 from ddp_profiler.analysis.left_out import IncompleteStep
 from ddp_profiler.analysis.link import Link
+from ddp_profiler.analysis.micro_batch import MicroBatchCurve, MicroBatchPoint
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.analysis.reduction import Broadcast, Cause, Differing, Reduction
+from ddp_profiler.analysis.roofline import Bound, Hardware, Roofline
 from ddp_profiler.analysis.sampled import SampledWindow
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.batch import Epoch
 from ddp_profiler.cli import worker_options
+from ddp_profiler.predict.plan import Alternative, Plan
+from ddp_profiler.predict.step_time import StepTime
 from ddp_profiler.schema import (
     SCHEMA_VERSION,
     SPAN_COLUMNS,
+    CopyRate,
     DdpFacts,
+    DevicePeaks,
     GpuUse,
     Interruption,
     LinkStreams,
     LoaderFacts,
     MachineUse,
+    MicroBatchSearch,
+    MicroBatchTrial,
+    OperationCount,
+    OperationGroup,
     OptimizedParameter,
     RankFeed,
     RunInfo,
@@ -64,7 +75,9 @@ def test_metrics():
     figures |= {"link", "ring_bound_ms", "buckets_ring_bound_ms", *fields(Link)}
     of_feeding = (Feeding, RankBatch, Tokens, IncompleteStep, Epoch)
     of_reduction = (Reduction, Broadcast, Differing)
-    for kind in (*kinds, MachineUse, *of_feeding, *of_reduction, SampledWindow):
+    of_hardware = (Hardware, DataSheet, Roofline)
+    others = (MachineUse, SampledWindow, MicroBatchCurve)
+    for kind in (*kinds, *of_hardware, *of_feeding, *of_reduction, *others):
         figures |= fields(kind) - {"rank"}
     assert figures - words("metrics.md") == set()
 
@@ -107,10 +120,31 @@ def test_metrics():
         SampledWindow,
         DdpFacts,
         OptimizedParameter,
+        Hardware,
+        DataSheet,
+        Roofline,
+        OperationCount,
+        OperationGroup,
+        DevicePeaks,
+        CopyRate,
+        MicroBatchSearch,
+        MicroBatchTrial,
+        MicroBatchCurve,
+        MicroBatchPoint,
     ],
 )
 def test_keys(kind):
     assert fields(kind) - words("file-format.md") == set()
+
+
+def test_bounds():
+    assert set(Bound) - words("metrics.md") == set()
+    assert set(Bound) - words("file-format.md") == set()
+
+
+@pytest.mark.parametrize("kind", [Plan, Alternative, StepTime])
+def test_keys_of_plans(kind):
+    assert fields(kind) - words("plan.md") == set()
 
 
 def test_causes():

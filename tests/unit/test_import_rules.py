@@ -62,6 +62,7 @@ def test_skeleton_is_clean(skeleton):
         ("trace/__init__", "import ddp_profiler.analysis", "Imports go one way"),
         ("analysis/__init__", "import pyarrow", "analysis knows schema and units"),
         ("report/__init__", "import ddp_profiler.record.reader", "report knows results"),
+        ("predict/__init__", "import ddp_profiler.report", "Imports go one way"),
         ("load", "import ddp_profiler.measure", "Imports go one way"),
         ("load", "import ddp_profiler.cli", "Imports go one way"),
         # An import inside a function, or for a type checker only, is an import.
@@ -117,7 +118,8 @@ def test_type_checking_only_names_what_is_loaded_late():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["analyze", "--help"], ["merge", "--help"]]
+    "arguments",
+    [["--help"], ["--version"], ["analyze", "--help"], ["merge", "--help"], ["plan", "--help"]],
 )
 def test_help_imports_nothing_heavy(arguments):
     code = f"""

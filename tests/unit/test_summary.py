@@ -11,9 +11,13 @@ from ddp_profiler.report import console
 from ddp_profiler.schema import (
     SCHEMA_VERSION,
     ClockReading,
+    CopyRate,
+    DevicePeaks,
     Failure,
     LevelFacts,
     LevelSettings,
+    OperationCount,
+    OperationGroup,
     RankPlace,
     RecordPart,
     RunInfo,
@@ -136,6 +140,27 @@ def test_headline_is_the_plain_step(columns):
 def test_plain_step_is_the_mean_over_ranks():
     level = level_of({0: rank_columns(65, plain_ms=80), 1: rank_columns(65, plain_ms=90)})
     assert level.step_ms.mean == pytest.approx(85)
+
+
+def test_roofline_and_hardware(columns):
+    device = DevicePeaks(
+        0, "cpu", "cpu", "fp32", flops_per_s=1e9, copies=(CopyRate(1000, 1e9),), operation_s=1e-6
+    )
+    counted = OperationCount(8, (OperationGroup(2, 1000, 6 * 10**7),))
+    facts = LevelFacts(
+        "dp2", 500, 2000, 2, (1000, 1000), SOURCES, operations=counted, device=device
+    )
+    summary = summarize_run(run_info(facts=(facts,)), columns)
+    assert summary.run.hardware.ridge_flops_per_byte == pytest.approx(1)
+    found = summary.levels[0].roofline
+    # A step of 100: 5 of data, 5 of waiting and 5 of transfer.
+    assert found.input_fraction == pytest.approx(0.05)
+    assert found.communication_fraction == pytest.approx(0.10)
+    assert (found.bound, found.roof_fraction) == ("compute", pytest.approx(60 / 85))
+    assert found.achieved_flops_per_s == pytest.approx(6e7 / 0.090)
+    # Records of earlier versions have neither.
+    summary = summarize_run(run_info(), columns)
+    assert (summary.run.hardware, summary.levels[0].roofline) == (None, None)
 
 
 def test_communication(columns):

@@ -247,6 +247,7 @@ class Attachment:
                 self.models.keep(rebuilt=self.tracker.step > 1)
                 self._digests.between_blocks(self.tracker.step)
             for adapter in self.models.adapters():
+                adapter.norms.wanted = variant is Variant.WARMUP
                 if variant is Variant.PLAIN:
                     adapter.detach()
                 else:
@@ -327,6 +328,7 @@ class Attachment:
             self._start(next(ddp.parameters()).device)
         self._replace_savers()
         adapter = self.models.observe(ddp, self.recorder)
+        adapter.norms.wanted = self.tracker.warming_up
         if self.tracker.observing:
             adapter.attach()
 
@@ -410,6 +412,10 @@ class Attachment:
         self.tracker.act()
         self.tracker.begins_backward()
         handle = None
+        if self.tracker.warming_up:
+            # What a backward that raised has left.
+            for adapter in self.models.adapters():
+                adapter.norms.forget()
         if self.tracker.observing:
             root = args[0] if args else keywords.get("tensors")
             if not isinstance(root, Tensor) and root:
@@ -423,6 +429,9 @@ class Attachment:
 
     def _end_backward(self, begin: Any) -> None:
         self.tracker.went_back(begin, self.recorder.mark())
+        if self.tracker.warming_up:
+            for adapter in self.models.adapters():
+                adapter.norms.take()
         self._scaled = False
         if self._kept is not None:
             self._kept.went_back(self.tracker.step)

@@ -1,0 +1,373 @@
+"""What a study's levels say about a setting that was not measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ddp_profiler.analysis.lateness import Lateness
+from ddp_profiler.analysis.model import StepCosts
+from ddp_profiler.analysis.results import LevelResult, Summary
+from ddp_profiler.predict import network
+from ddp_profiler.predict.buckets import Bucket, pack
+from ddp_profiler.predict.network import NetworkModel, Sample
+from ddp_profiler.predict.request import GRADIENT_BYTES, Request
+from ddp_profiler.predict.step import Ingredients
+from ddp_profiler.predict.waiting import expected_wait_ms, significant
+
+_MB = 2**20
+_AT_ONCE = {"gloo": 2, "nccl": 1}
+_LEAST_OVERLAP = 0.1
+"""Share of the communication beside backward from which on contention can be told."""
+_OWN = ("data", "forward", "backward", "other")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is predicted, complete.
+
+    Attributes:
+        dp: Number of replicas.
+        nodes: Nodes that they are on.
+        per_node: Ranks on a full node.
+        accumulation: Micro-steps in a step.
+        ranks: Global ranks that take part.
+        request: What was asked for.
+    """
+
+    dp: int
+    nodes: int
+    per_node: int
+    accumulation: int
+    ranks: tuple[int, ...]
+    request: Request
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The measured levels of a study.
+
+    Attributes:
+        summary: The study.
+        levels: The levels to predict from: all with costs and the same micro-batch, or fewer
+            where some are held out.
+    """
+
+    summary: Summary
+    levels: tuple[LevelResult, ...]
+    _networks: dict[bool, NetworkModel | None] = field(default_factory=dict)
+
+    @property
+    def cap_mb(self) -> float | None:
+        """The bucket cap in force when they were measured, in MB of 2**20 bytes."""
+        cap = self.summary.run.settings.get("bucket_cap_mb")
+        return float(cap) if isinstance(cap, (int, float)) else None
+
+    @property
+    def environment(self) -> Mapping[str, object]:
+        """That of the first node."""
+        return next(iter(self.summary.run.environment.values()), {})
+
+    @property
+    def backend(self) -> str:
+        """``gloo`` or ``nccl``."""
+        return str(self.environment.get("backend", "gloo"))
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on a node in the launch, the most."""
+        found = [e.get("local_world_size") for e in self.summary.run.environment.values()]
+        return max([n for n in found if isinstance(n, int)], default=self.summary.run.world_size)
+
+    @property
+    def together(self) -> tuple[LevelResult, ...]:
+        """The levels that reduce."""
+        return tuple(level for level in self.levels if communicates(level))
+
+    @property
+    def single(self) -> LevelResult | None:
+        """A level with one rank."""
+        return next((level for level in self.levels if level.dp == 1), None)
+
+    @property
+    def largest(self) -> LevelResult:
+        """The level with the most ranks, packed where there are two; the one to start from."""
+        return max(
+            self.together or self.levels,
+            key=lambda lv: (lv.dp, lv.placement == "packed", -lv.accumulation),
+        )
+
+    @property
+    def element_bytes(self) -> float:
+        """Bytes of a gradient's element."""
+        return self.largest.gradient_element_bytes or 4.0
+
+    # ------------------------------------------------------------------------------------------
+    # The network
+
+    def network(self, between_nodes: bool) -> NetworkModel | None:
+        """Returns the model of AllReduce within a node or between nodes; None if unmeasured."""
+        if between_nodes not in self._networks:
+            samples, typical = [], []
+            for level in self.together:
+                if level.allreduce is None or (level.nodes > 1) != between_nodes:
+                    continue
+                sizes = {size.bytes: size.time_ms for size in level.allreduce.sizes}
+                buckets: dict[int, list[float]] = {}
+                for bucket in level.allreduce.buckets:
+                    buckets.setdefault(bucket.bytes, []).append(bucket.time_ms)
+                sizes |= {nbytes: float(np.median(times)) for nbytes, times in buckets.items()}
+                typical += list(buckets)
+                samples += [Sample(level.dp, nbytes, time) for nbytes, time in sizes.items()]
+            self._networks[between_nodes] = network.fit(
+                samples, self.backend, between_nodes, typical
+            )
+        return self._networks[between_nodes]
+
+    # ------------------------------------------------------------------------------------------
+    # Which level to take a figure from
+
+    def base(self, target: Target) -> LevelResult:
+        """Returns the level that is nearest: as full nodes, then as many ranks."""
+        return min(
+            self.levels,
+            key=lambda lv: (
+                abs(math.log2(_per_node(lv) / target.per_node)),
+                abs(math.log2(lv.dp / target.dp)),
+                abs(math.log2(lv.accumulation / target.accumulation)),
+            ),
+        )
+
+    def nearest(self, target: Target) -> LevelResult:
+        """Returns the level with communication that is nearest in placement and ranks."""
+        return min(
+            self.together,
+            key=lambda lv: (
+                (lv.nodes > 1) != (target.nodes > 1),
+                abs(math.log2(lv.dp / target.dp)),
+                abs(math.log2(lv.accumulation / target.accumulation)),
+            ),
+        )
+
+    def crowding(self, per_node: int) -> float:
+        """Returns how many threads there are for a core, 1 at least; 1 where a GPU computes.
+
+        Args:
+            per_node: Ranks on a node.
+        """
+        cores, threads = self.environment.get("cores"), self.environment.get("threads_per_rank")
+        if self.environment.get("device_type") != "cpu" or not isinstance(cores, int):
+            return 1.0
+        return max(1.0, per_node * (threads if isinstance(threads, int) else 1) / cores)
+
+    def slower(self, target: Target) -> float:
+        """Returns by how much compute slows down against the base level for want of cores."""
+        return self.crowding(target.per_node) / self.crowding(_per_node(self.base(target)))
+
+    # ------------------------------------------------------------------------------------------
+    # The ingredients of a step
+
+    def ingredients(self, target: Target) -> Ingredients:
+        """Returns what a target's step is made of."""
+        base = self.base(target)
+        costs = _costs(base)
+        missing = costs.syncs > 1 and not target.request.reduce_once
+        own, late_backward = self._own(base, target)
+        buckets = self.buckets(target)
+        return Ingredients(
+            dp=target.dp,
+            micro_steps=target.accumulation,
+            syncs=float(target.accumulation) if missing else 1.0,
+            own=own,
+            late_backward=late_backward,
+            buckets=buckets,
+            copy=tuple(self._copying(target, buckets)),
+            fill=self._filling(target),
+            contention_per_byte=self._contention_per_byte(target),
+            wait=self._wait(target),
+            optimizer=costs.optimizer,
+            forward_comm=self._module_comm(target, "forward_comm"),
+            backward_comm=self._module_comm(target, "backward_comm"),
+            at_once=_AT_ONCE.get(self.backend, 1),
+        )
+
+    def buckets(self, target: Target) -> tuple[Bucket, ...]:
+        """Returns a target's buckets, ready at a share of the typical local backward.
+
+        One rank has them, too: it copies their content back.
+        """
+        source = self._ready_source(target)
+        costs = _costs(source)
+        late = sum(self._excess(source, "backward").values()) / source.dp / source.accumulation
+        typical = max(costs.backward - late, 1e-9)
+        known = [g for g in source.gradient_ready if g.ready_ms is not None]
+        ready = [min(1.0, max(0.0, ((g.ready_ms or 0.0) - late) / typical)) for g in known]
+        cap = target.request.bucket_cap_mb or self.cap_mb
+        changed = cap is not None and cap != self.cap_mb
+        if known and cap is not None and (changed or self.packs_as_measured):
+            packed = pack([gradient.bytes for gradient in known], ready, cap * _MB)
+        else:
+            packed = self._measured_buckets()
+        wanted = target.request.gradient_dtype
+        share = 1.0 if wanted is None else GRADIENT_BYTES[wanted] / self.element_bytes
+        return tuple(Bucket(round(b.nbytes * share), b.ready_ms) for b in packed)
+
+    @property
+    def packs_as_measured(self) -> bool:
+        """Whether DDP's usual rule gives the buckets that were measured."""
+        level = self.largest
+        known = [g for g in level.gradient_ready if g.ready_ms is not None]
+        measured = [b.bytes for b in level.allreduce.buckets] if level.allreduce else []
+        if not known or self.cap_mb is None or not measured:
+            return False
+        sizes = [gradient.bytes for gradient in known]
+        packed = pack(sizes, [g.ready_ms or 0.0 for g in known], self.cap_mb * _MB)
+        return sorted(b.nbytes for b in packed) == sorted(measured)
+
+    def _measured_buckets(self) -> tuple[Bucket, ...]:
+        """Returns the buckets that were measured, spread evenly over backward."""
+        level = self.largest
+        sizes = [b.bytes for b in level.allreduce.buckets] if level.allreduce else []
+        if not sizes:
+            sizes = [level.comm.gradient_bytes or 0]
+        total, done, found = sum(sizes) or 1, 0, []
+        for nbytes in sizes:
+            done += nbytes
+            found.append(Bucket(nbytes, done / total))
+        return tuple(found)
+
+    def _ready_source(self, target: Target) -> LevelResult:
+        base = self.base(target)
+        if base.gradient_ready:
+            return base
+        return next((lv for lv in self.levels if lv.gradient_ready), base)
+
+    def _late(self) -> tuple[Lateness | None, dict[int, float]]:
+        """Returns the lateness of the largest level that has it, and who is always late."""
+        known = [lv for lv in self.levels if lv.lateness is not None]
+        if not known:
+            return None, {}
+        level = max(known, key=lambda lv: lv.dp)
+        step = level.step_ms.mean if level.step_ms else 0.0
+        return level.lateness, significant(level.lateness, step)
+
+    def _own(self, base: LevelResult, target: Target) -> tuple[dict[str, float], float]:
+        """Returns a micro-step's own work by part, and what late ranks add to its backward.
+
+        Mean over the target's ranks. Those that are always late stay so; all others are like
+        the typical one.
+        """
+        costs = _costs(base)
+        slower = self.slower(target)
+        parts, late_backward = {}, 0.0
+        for part in _OWN:
+            excess = self._excess(base, part)
+            there = sum(excess.get(rank, 0.0) for rank in target.ranks) / target.dp
+            typical = getattr(costs, part) - sum(excess.values()) / base.dp / base.accumulation
+            typical *= slower if part in ("forward", "backward") else 1.0
+            parts[part] = typical + there / base.accumulation
+            if part == "backward":
+                late_backward = there / base.accumulation
+        return parts, late_backward
+
+    def _excess(self, base: LevelResult, part: str) -> dict[int, float]:
+        """Returns by how much each late rank exceeds the typical one in a part, in ms a step."""
+        _, late = self._late()
+        values = sorted((rank.breakdown_ms.get(part) or 0.0) for rank in base.ranks)
+        if not values or not late:
+            return {}
+        typical = values[(len(values) - 1) // 2]
+        return {
+            rank.rank: max(0.0, (rank.breakdown_ms.get(part) or 0.0) - typical)
+            for rank in base.ranks
+            if rank.rank in late
+        }
+
+    def _filling(self, target: Target) -> float:
+        """Returns what a synchronising backward takes more than another, in ms.
+
+        That of dp = 1, where buckets are filled and nothing travels. What it takes more at the
+        nearest level with communication is contention, unless hardly anything travelled beside
+        backward there: then it has another cause, and is here.
+        """
+        alone = 0.0
+        if self.single is not None:
+            costs = _costs(self.single)
+            alone = max(0.0, costs.sync_backward / max(1.0, costs.syncs))
+        if target.dp < 2 or self._hides_enough(self.nearest(target)):
+            return alone
+        costs = _costs(self.nearest(target))
+        return max(alone, costs.sync_backward / max(1.0, costs.syncs))
+
+    @staticmethod
+    def _hides_enough(level: LevelResult) -> bool:
+        """Tells whether so much travelled beside backward that contention can be seen."""
+        return (level.comm.overlap_fraction or 0.0) >= _LEAST_OVERLAP
+
+    def _contention_per_byte(self, target: Target) -> float:
+        """Returns by how much backward slows down for each byte that travels beside it, in ms."""
+        if target.dp < 2:
+            return 0.0
+        level = self.nearest(target)
+        costs, comm = _costs(level), level.comm
+        if not comm.overlap_fraction or not comm.gradient_bytes or not self._hides_enough(level):
+            return 0.0
+        slower = costs.sync_backward / max(1.0, costs.syncs) - self._filling(target)
+        travelling = comm.gradient_bytes / max(1.0, costs.syncs) * 2 * (level.dp - 1) / level.dp
+        return max(0.0, slower) / (travelling * comm.overlap_fraction)
+
+    def _copying(self, target: Target, buckets: Sequence[Bucket]) -> list[float]:
+        """Returns the time of copying each bucket to the gradients, in ms."""
+        if target.request.bucket_view:
+            return [0.0] * len(buckets)
+        total = sum(bucket.nbytes for bucket in buckets) or 1
+        if self.single is not None:
+            costs = _costs(self.single)
+            all_of_it = costs.exposed_copy / max(1.0, costs.syncs)
+            return [all_of_it * bucket.nbytes / total for bucket in buckets]
+        costs = _costs(self.nearest(target))
+        return [0.0] * (len(buckets) - 1) + [costs.exposed_copy / max(1.0, costs.syncs)]
+
+    def _wait(self, target: Target) -> float:
+        """Returns what a rank waits for the last one at a reduction, in ms."""
+        if target.dp < 2:
+            return 0.0
+        found, _ = self._late()
+        if found is not None:
+            return expected_wait_ms(found.passing_ms, found.fixed_ms, target.ranks)
+        costs = _costs(self.nearest(target))
+        return (costs.exposed_wait or 0.0) / max(1.0, costs.syncs)
+
+    def _module_comm(self, target: Target, part: str) -> float:
+        """Returns communication inside forward or backward, in ms a step.
+
+        By the logarithm of the ranks between measured levels; beyond them as in the nearest.
+        """
+        if target.dp < 2:
+            return 0.0
+        known: dict[int, list[float]] = {}
+        for level in self.together:
+            if (level.nodes > 1) == (target.nodes > 1):
+                known.setdefault(level.dp, []).append(float(getattr(_costs(level), part)))
+        if not known:
+            return float(getattr(_costs(self.nearest(target)), part))
+        sizes = sorted(known)
+        values = [float(np.mean(known[dp])) for dp in sizes]
+        return float(np.interp(math.log2(target.dp), np.log2(sizes), values))
+
+
+def communicates(level: LevelResult) -> bool:
+    """Tells whether a level reduces, and shows what that takes."""
+    return level.dp > 1 and level.allreduce is not None and level.costs_ms is not None
+
+
+def _costs(level: LevelResult) -> StepCosts:
+    assert level.costs_ms is not None
+    return level.costs_ms
+
+
+def _per_node(level: LevelResult) -> int:
+    return -(-level.dp // level.nodes)
