@@ -9,6 +9,8 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 ARGS ?=
 # Options of pytest: make test PYTEST_ARGS="-k parts"
 PYTEST_ARGS ?=
+# How many tests at a time, where they may run beside each other.
+JOBS ?= 2
 # One more index to find torch in. On Linux plain PyPI has the CUDA build of several GB; a machine
 # without a GPU is better served by the CPU wheels that pytorch.org offers:
 # make run TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -34,7 +36,7 @@ run: $(VENV)/.installed ## Install what is missing, then measure a small model o
 
 test: $(VENV)/.installed-test system ## Install what is missing, then run all checks and tests
 	@$(MAKE) --no-print-directory lint
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/python tests/in_two_parts.py $(JOBS) $(PYTEST_ARGS)
 	$(BIN)/pytest --doctest-modules -q ddp_profiler
 
 lint: $(VENV)/.installed-test ## Check style and types

@@ -8,9 +8,10 @@ import pytest
 from ddp_profiler.measure.collect import CHUNK_BYTES
 from ddp_profiler.record import paths
 from tests.integration.collect_case import TIMEOUT_S
-from tests.integration.conftest import ROOT, run_command
+from tests.integration.conftest import ROOT, launch
 
-pytestmark = pytest.mark.distributed
+# Its short time-outs are no place for others.
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 
 @pytest.mark.parametrize(("how", "group"), [("dies", "own"), ("stalls", "session's")])
@@ -20,10 +21,7 @@ def test_whole_file_comes_and_a_lost_rank_ends_the_wait(tmp_path, how, group):
         (tmp_path / folder).mkdir()
     for rank, data in contents.items():
         paths.rank_file(tmp_path / "1", rank).write_bytes(data)
-    argv = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-    done = run_command(
-        [*argv, "-m", "tests.integration.collect_case", tmp_path, how, group], cwd=ROOT
-    )
+    done = launch(4, "-m", "tests.integration.collect_case", tmp_path, how, group, cwd=ROOT)
     assert done.code == 0, done.err[-3000:]
     failed, seconds = json.loads((tmp_path / "result.json").read_text())
     assert list(failed) == ["2"]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ddp_profiler.schema import SPAN_COLUMNS
-from tests.integration.conftest import ROOT, load_benchmark, run_command
+from tests.integration.conftest import ROOT, Looks, load_benchmark, run_command, timed
 from tests.unit.span_columns import NULL, Spans
 
 SCRIPT = ROOT / "benchmarks" / "crosscheck.py"
@@ -81,11 +81,22 @@ def test_another_number_of_events_is_refused(crosscheck):
         crosscheck.analyze(raw([(50, 65), (60, 70)]))
 
 
+@pytest.fixture
+def quick(tmp_path_factory):
+    def measure():
+        file = tmp_path_factory.mktemp("crosscheck") / "figures.json"
+        done = run_command([SCRIPT, "--quick", "--json", file])
+        assert done.code == 0, done.err[-3000:]
+        return done, file
+
+    return Looks(measure)
+
+
 @pytest.mark.distributed
-def test_quick_run_compares_every_figure(tmp_path):
-    file = tmp_path / "figures.json"
-    done = run_command([SCRIPT, "--quick", "--json", file])
-    assert done.code == 0, done.err[-3000:]
+@pytest.mark.alone
+@timed
+def test_quick_run_compares_every_figure(quick):
+    done, file = quick
     assert max(map(len, done.out.splitlines())) <= 80
     results = json.loads(file.read_text())["result"]
     assert [result["buckets"] > 1 for result in results] == [True] * 3

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.integration.conftest import serious
 from tests.integration.test_scripts import SCRIPTS, observe
 
 pytestmark = pytest.mark.distributed
@@ -28,8 +29,7 @@ def fed(tmp_path_factory):
 
 def findings(run, *, waiting=False):
     """Findings by id; waiting only where it is planted, since a busy machine makes some."""
-    found = {f["id"]: f for f in run.summary["findings"] if f["severity"] != "info"}
-    found.pop("straggler", None)
+    found = {f["id"]: f for f in serious(run.summary)}
     if not waiting:
         found.pop("data-waiting", None)
     return found

@@ -4,23 +4,24 @@ import json
 
 import pytest
 
-from tests.integration.conftest import run_command
+from tests.integration.conftest import run_command, timed, torchrun
 from tests.integration.hungry_model import ELEMENTS, MOST_ON_RANK_1
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")
-def found(study):
-    done = study(
+def found(look):
+    return look(
         2,
         *("--model", "tests.integration.hungry_model:make", "--dp", "2", "--find-micro-batch"),
         *("--memory-limit-gb", "1", "--steps", "2", "--warmup", "2", "--allreduce-max-mb", "0"),
+        # Memory of ranks is looked at, so they are processes of their own.
+        by=torchrun,
     )
-    assert done.code == 0, done.err[-3000:]
-    return done
 
 
+@timed
 def test_the_curve_is_that_of_the_model(found):
     curve = found.summary["micro_batches"]
     outcomes = {point["micro_batch"]: point["outcome"] for point in curve["points"]}
@@ -39,6 +40,7 @@ def test_the_curve_is_that_of_the_model(found):
     assert curve["dp"] == 2
 
 
+@timed
 def test_the_levels_use_what_was_found(found):
     (level,) = found.summary["levels"]
     assert level["micro_batch"] == found.summary["micro_batches"]["efficient_micro_batch"]
@@ -46,6 +48,7 @@ def test_the_levels_use_what_was_found(found):
     assert found.run_info["levels"][0]["micro_batch"] == level["micro_batch"]
 
 
+@timed
 def test_the_table_says_which_to_use(found):
     assert "micro-batch at dp 2" in found.out
     assert "no: out of memory" in found.out
@@ -55,6 +58,7 @@ def test_the_table_says_which_to_use(found):
     assert max(len(line) for line in table if "/" not in line[:3]) <= 80
 
 
+@timed
 def test_a_plan_takes_memory_and_times_from_the_run(found):
     done = run_command(
         [

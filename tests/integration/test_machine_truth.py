@@ -11,9 +11,9 @@ import pytest
 
 from ddp_profiler.analysis.machine import explain, foreign_fraction, run_delay_ms_per_s
 from ddp_profiler.record.reader import read_run_info
-from tests.integration.conftest import ROOT, Finished, run_command
+from tests.integration.conftest import ROOT, Looks, launch, timed
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 SMALL = ("--model", "gpt-tiny", "--steps", "10", "--warmup", "2", "--allreduce-max-mb", "0.1")
 HERE = ROOT / "tests" / "integration"
@@ -31,30 +31,23 @@ def uses_of(folder, level=0):
 def starved(tmp_path_factory):
     """Two ranks; the second may use one core, on which three other processes run.
 
-    On a machine on which the first rank starves too there is nothing to tell apart: again.
+    On a machine on which the first rank starves too there is nothing to tell apart: another look.
     """
     if len(usable_cores()) < 2:
         pytest.skip("needs two cores")
-    for _ in range(3):
-        folder = run_starved(tmp_path_factory.mktemp("starved") / "run")
-        if run_delay_ms_per_s(uses_of(folder)[0]) < 200:
-            break
-    return folder
+
+    def measure():
+        folder = tmp_path_factory.mktemp("starved") / "run"
+        argv = ("--out", folder, "--dp", "2", "--threads-per-rank", "1", *SMALL)
+        env = {"STARVED_RANK": "1", "STARVED_CORE": str(usable_cores()[0])}
+        done = launch(2, HERE / "starved_rank.py", *argv, env=env)
+        assert done.code == 0, done.err[-3000:]
+        return folder
+
+    return Looks(measure)
 
 
-def run_starved(folder):
-    done = run_command(
-        [
-            *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-            *(HERE / "starved_rank.py", "--out", folder, "--dp", "2", "--threads-per-rank", "1"),
-            *SMALL,
-        ],
-        env={"STARVED_RANK": "1", "STARVED_CORE": str(usable_cores()[0])},
-    )
-    assert done.code == 0, done.err[-3000:]
-    return folder
-
-
+@timed
 def test_a_rank_that_shares_its_only_core_is_explained(starved):
     uses = uses_of(starved)
     said = explain(1, uses)
@@ -67,6 +60,7 @@ def test_a_rank_that_shares_its_only_core_is_explained(starved):
     assert not [p for p in explain(0, uses) if "without a core" in p or "may use" in p]
 
 
+@timed
 def test_the_size_of_it_is_right(starved):
     """Four that want one core get a quarter each: ready for thrice as long as running, or more."""
     starved_use = uses_of(starved)[1]
@@ -76,6 +70,7 @@ def test_the_size_of_it_is_right(starved):
     assert foreign_fraction(starved_use) > 0.4
 
 
+@timed
 def test_the_record_covers_the_instrumented_steps(starved):
     summary = json.loads((starved / "summary.json").read_text())
     (level,) = summary["levels"]
@@ -124,18 +119,24 @@ def limited():
             time.sleep(0.1)
 
 
-def test_a_limit_of_the_cgroup_is_a_finding(limited, tmp_path):
-    done: Finished = run_command(
-        [
-            *(HERE / "throttled_rank.py", "--out", tmp_path / "run", "--threads-per-rank", "1"),
-            *(*SMALL, "--steps", "4"),
-        ],
-        env={"THROTTLED_BY": str(limited)},
-    )
-    assert done.code == 0, done.err[-3000:]
-    (use,) = uses_of(tmp_path / "run")
+@pytest.fixture
+def throttled(limited, tmp_path_factory):
+    def measure():
+        folder = tmp_path_factory.mktemp("throttled") / "run"
+        argv = ("--out", folder, "--threads-per-rank", "1", *SMALL, "--steps", "4")
+        env = {"THROTTLED_BY": str(limited)}
+        done = launch(1, HERE / "throttled_rank.py", *argv, env=env)
+        assert done.code == 0, done.err[-3000:]
+        return folder
+
+    return Looks(measure)
+
+
+@timed
+def test_a_limit_of_the_cgroup_is_a_finding(throttled):
+    (use,) = uses_of(throttled)
     # It wants a whole core and gets a sixth of one.
     assert use.throttled_fraction > 0.5
     assert use.throttled_ms > 0.3 * use.wall_ms
-    findings = json.loads((tmp_path / "run" / "summary.json").read_text())["findings"]
+    findings = json.loads((throttled / "summary.json").read_text())["findings"]
     assert "cpu-throttled" in {finding["id"] for finding in findings}

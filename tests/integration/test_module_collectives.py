@@ -2,7 +2,9 @@
 
 import pytest
 
-pytestmark = pytest.mark.distributed
+from tests.integration.conftest import timed
+
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 MODEL = "tests.integration.sync_norm:make"
 OPTIONS = ("--steps", "6", "--warmup", "2", "--threads-per-rank", "1", "--bucket-cap-mb", "0.1")
@@ -13,25 +15,19 @@ MARGIN = 8.0
 
 
 @pytest.fixture(scope="module")
-def late(study):
+def late(look):
     """Rank 1 comes late to its collectives; all ranks sleep elsewhere as well."""
-    done = study(
+    return look(
         2,
         *("--model", f"{MODEL}:rank=1,forward_ms={FORWARD},backward_ms={BACKWARD},rest_ms={REST}"),
         *("--accumulate", str(ACCUMULATION)),
         *OPTIONS,
     )
-    assert done.code == 0, done.err[-3000:]
-    return done
 
 
-@pytest.fixture(scope="module")
-def level(late):
-    return late.level("dp2-acc2")
-
-
-def test_the_others_wait_for_the_late_rank_in_its_collectives(level):
-    early, last = (rank["breakdown_ms"] for rank in level["ranks"])
+@timed
+def test_the_others_wait_for_the_late_rank_in_its_collectives(late):
+    early, last = (rank["breakdown_ms"] for rank in late.level("dp2-acc2")["ranks"])
     for part, planted in (("forward", FORWARD), ("backward", BACKWARD)):
         lag = ACCUMULATION * planted
         assert early[f"{part}_comm"] - last[f"{part}_comm"] == pytest.approx(lag, abs=MARGIN)
@@ -40,39 +36,50 @@ def test_the_others_wait_for_the_late_rank_in_its_collectives(level):
         assert early[part] == pytest.approx(ACCUMULATION * REST, abs=MARGIN)
 
 
-def test_parts_sum_to_the_step_and_leave_little(level):
+@timed
+def test_parts_sum_to_the_step_and_leave_little(late):
+    level = late.level("dp2-acc2")
     parts, step = level["breakdown_ms"], level["instrumented_step_ms"]["mean"]
     assert sum(parts.values()) == pytest.approx(step, rel=1e-3)
     assert -0.001 <= parts["other"] <= 0.01 * step + 1
     assert abs(level["costs_ms"]["sync_backward"]) < MARGIN
 
 
-def test_they_are_no_gradient_collectives(level):
-    comm = level["comm"]
+def test_they_are_no_gradient_collectives(late):
+    comm = late.last.level("dp2-acc2")["comm"]
     assert comm["num_gradient_collectives_per_step"] == comm["num_buckets"] > 1
     assert comm["sources"]["forward_comm"] == comm["sources"]["backward_comm"] == "dist_functions"
 
 
+@timed
 def test_alone_they_take_no_time(late):
     parts = late.level("dp1-acc2")["breakdown_ms"]
     assert parts["forward_comm"] + parts["backward_comm"] < MARGIN
 
 
-def test_an_asynchronous_collective_is_its_wait(study):
-    done = study(2, "--model", f"{MODEL}:rank=0,forward_ms=15,async=yes", "--dp", "2", *OPTIONS)
-    assert done.code == 0, done.err[-3000:]
-    last, early = (r["breakdown_ms"] for r in done.level("dp2")["ranks"])
+@pytest.fixture(scope="module")
+def asynchronous(look):
+    return look(2, "--model", f"{MODEL}:rank=0,forward_ms=15,async=yes", "--dp", "2", *OPTIONS)
+
+
+@timed
+def test_an_asynchronous_collective_is_its_wait(asynchronous):
+    last, early = (r["breakdown_ms"] for r in asynchronous.level("dp2")["ranks"])
     assert early["forward_comm"] - last["forward_comm"] == pytest.approx(15, abs=MARGIN)
 
 
-def test_buffer_broadcasts_are_communication_in_forward(study):
-    done = study(
+@pytest.fixture(scope="module")
+def broadcasting(look):
+    return look(
         2,
         *("--model", "timed:layers=2,buffers=1000", "--plant", "part=data,ms=20,rank=0"),
         *("--dp", "2", "--steps", "6", "--warmup", "2", "--threads-per-rank", "1"),
     )
-    assert done.code == 0, done.err[-3000:]
-    level = done.level("dp2")
+
+
+@timed
+def test_buffer_broadcasts_are_communication_in_forward(broadcasting):
+    level = broadcasting.level("dp2")
     last, early = (rank["breakdown_ms"] for rank in level["ranks"])
     # Buffers come from rank 0: whoever is there before it waits.
     assert early["forward_comm"] == pytest.approx(20, abs=MARGIN)

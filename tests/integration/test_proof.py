@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.integration.conftest import ROOT, run_command
+from tests.integration.conftest import ROOT, launch
 
 pytestmark = pytest.mark.distributed
 SCRIPT = ROOT / "tests" / "integration" / "proof_cases.py"
@@ -18,8 +18,7 @@ def ranks(request):
 
 @pytest.fixture(scope="module")
 def rows(ranks):
-    launch = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}")
-    done = run_command([*launch, SCRIPT], timeout=400)
+    done = launch(ranks, SCRIPT, timeout=400)
     assert done.code == 0, done.err[-3000:]
     return [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
 

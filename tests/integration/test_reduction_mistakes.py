@@ -1,15 +1,12 @@
 """Mistakes of reduction, each planted in a script of its own and found; without it, nothing is."""
 
-import json
-from pathlib import Path
-
 import pytest
 
-from tests.integration.conftest import run_command
+from tests.integration.conftest import OF_THE_MACHINE, serious
+from tests.integration.test_scripts import SCRIPTS, observe
 
 pytestmark = pytest.mark.distributed
 
-MANY = Path(__file__).parent / "observe_many.py"
 WRONG = {
     "needless:never": [("needless-reductions", "warning")],
     "needless:backward_only": [("needless-reductions", "warning")],
@@ -56,23 +53,15 @@ SAID = {
 def runs(tmp_path_factory):
     """The summaries of all scripts, by script and way."""
     folder = tmp_path_factory.mktemp("mistakes")
-    cases = [*WRONG, *RIGHT]
-    done = run_command([MANY, 2, folder, *cases], timeout=600)
-    logs = {case: (folder / f"{case.replace(':', '-')}.log").read_text() for case in cases}
-    ended = dict(line.split(" ", 1) for line in done.out.splitlines())
-    for case in cases:
-        assert ended[case] == "0 0", logs[case][-3000:]
-        assert "has failed" not in logs[case], logs[case]
-    return {
-        case: json.loads((folder / case.replace(":", "-") / "summary.json").read_text())
-        for case in cases
-    }
-
-
-def serious(summary):
-    """Findings that are no mere information; a noisy machine has stragglers."""
-    found = [f for f in summary["findings"] if f["severity"] in ("error", "warning")]
-    return [f for f in found if f["id"] != "straggler"]
+    summaries = {}
+    for case in [*WRONG, *RIGHT]:
+        script, _, way = case.partition(":")
+        argv = ("--warmup", 3, SCRIPTS / "mistakes" / f"{script}.py", way)
+        run = observe(folder / f"{script}-{way}", 2, *argv)
+        assert run.code == 0, run.err[-3000:]
+        assert "has failed" not in run.err, run.err
+        summaries[case] = run.summary
+    return summaries
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -102,7 +91,7 @@ def test_a_planted_mistake_is_found(runs, case):
 def test_without_it_there_is_no_finding(runs, case):
     assert serious(runs[case]) == []
     ids = {f["id"] for f in runs[case]["findings"]}
-    assert ids <= {"limit", "straggler"}
+    assert ids - OF_THE_MACHINE <= {"limit"}
     assert runs[case]["levels"][0]["batch_check"]["ranks_agree"] is True
 
 

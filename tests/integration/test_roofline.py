@@ -18,6 +18,9 @@ from ddp_profiler.measure.operations import count_operations
 from ddp_profiler.measure.peaks import measure_peaks
 from ddp_profiler.schema import LevelFacts
 from ddp_profiler.workload import Workload
+from tests.integration.conftest import Looks
+
+pytestmark = pytest.mark.alone
 
 CPU = torch.device("cpu")
 WIDTH, STEPS = 1024, 8
@@ -71,11 +74,11 @@ def best_step_ms(workload, micro_batch):
     return 1e3 * best
 
 
-@pytest.fixture(scope="module")
-def device():
+@pytest.fixture(autouse=True)
+def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield measure_peaks(CPU, torch.float32, rank=0)
+    yield
     torch.set_num_threads(before)
 
 
@@ -88,11 +91,19 @@ def device():
     ],
     ids=["products", "elementwise", "sleeping"],
 )
-def test_planted_roof(device, module, micro_batch, bound):
+def test_planted_roof(module, micro_batch, bound):
     workload = workload_of(module())
     counted = count_operations(workload, CPU, micro_batch)
-    facts = LevelFacts("dp1", 1, 4, 1, (4,), {}, operations=counted, device=device)
-    step_ms = best_step_ms(workload, micro_batch)
-    parts = dict.fromkeys(PARTS, 0.0) | {"forward": step_ms}
-    found = roofline(parts, step_ms, 1, facts)
-    assert found.bound == bound, (found, device)
+
+    def measure():
+        device = measure_peaks(CPU, torch.float32, rank=0)
+        facts = LevelFacts("dp1", 1, 4, 1, (4,), {}, operations=counted, device=device)
+        step_ms = best_step_ms(workload, micro_batch)
+        parts = dict.fromkeys(PARTS, 0.0) | {"forward": step_ms}
+        return roofline(parts, step_ms, 1, facts), device
+
+    def claim(look):
+        found, device = look
+        assert found.bound == bound, (found, device)
+
+    Looks(measure).show(claim)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.integration.conftest import run_command
+from tests.integration.conftest import Looks, launch, run_command, timed
 
 pytestmark = pytest.mark.distributed
 
@@ -17,20 +17,20 @@ def near(planted, percent=10, floor_ms=3.0):
 
 
 @pytest.fixture(scope="module", params=["weak", "strong"])
-def planted(study, request):
+def planted(look, request):
     """Twenty ms of data wait a micro-step and 40 ms of copying a step, at dp 2 only."""
     batch = ACCUMULATED if request.param == "strong" else ()
-    done = study(
+    return look(
         2,
         *(*TIMED, *batch),
         *("--plant", "part=data,ms=20,level_dp=2", "--plant", "part=copy,ms=40,level_dp=2"),
     )
-    assert done.code == 0, done.err[-3000:]
-    return done.summary["levels"]
 
 
+@pytest.mark.alone
+@timed
 def test_waterfall_terms_are_what_was_planted(planted):
-    level = planted[-1]
+    level = planted.summary["levels"][-1]
     falls = level["waterfall_ms"]
     assert falls["data"] == near(20 * level["accumulation"])
     assert falls["exposed_copy"] == near(40)
@@ -40,8 +40,10 @@ def test_waterfall_terms_are_what_was_planted(planted):
         assert abs(falls[term]) < 6, term
 
 
+@pytest.mark.alone
+@timed
 def test_waterfall_ends_at_the_measured_step_with_a_small_residual(planted):
-    for level in planted:
+    for level in planted.summary["levels"]:
         falls = dict(level["waterfall_ms"])
         measured = falls.pop("measured")
         assert measured == level["step_ms"]["mean"]
@@ -49,8 +51,9 @@ def test_waterfall_ends_at_the_measured_step_with_a_small_residual(planted):
         assert abs(falls["residual"]) <= 0.02 * measured + 3
 
 
+@pytest.mark.alone
 def test_pop_factors_multiply_to_the_global_efficiency(planted):
-    for level in planted:
+    for level in planted.last.summary["levels"]:
         factors = dict(level["pop"])
         product = 1.0
         total = factors.pop("global_efficiency")
@@ -59,20 +62,27 @@ def test_pop_factors_multiply_to_the_global_efficiency(planted):
         assert product == pytest.approx(total, rel=1e-9)
 
 
-def test_an_input_bound_job_has_low_input_and_unchanged_communication_efficiency(study):
-    quick = study(2, *TIMED)
-    slow = study(2, *TIMED, "--plant", "part=data,ms=90")
-    before, after = quick.level("dp2")["pop"], slow.level("dp2")["pop"]
-    assert after["input_efficiency"] == pytest.approx(0.4, abs=0.08)
-    assert before["input_efficiency"] > 0.95
-    assert after["communication_efficiency"] == pytest.approx(
-        before["communication_efficiency"], abs=0.08
-    )
-    # The timed layers sleep, so without the wait for data no roof is near.
-    assert slow.level("dp2")["roofline"]["bound"] == "input"
-    assert quick.level("dp2")["roofline"]["bound"] == "none"
-    limits = [f["message"] for f in slow.summary["findings"] if f["id"] == "limit"]
-    assert all("limited by input" in message for message in limits)
+@pytest.fixture(scope="module")
+def quick(look):
+    return look(2, *TIMED)
+
+
+@pytest.mark.alone
+def test_an_input_bound_job_has_low_input_and_unchanged_communication_efficiency(look, quick):
+    def claim(looks):
+        before, after = (one.level("dp2")["pop"] for one in looks)
+        assert after["input_efficiency"] == pytest.approx(0.4, abs=0.08)
+        assert before["input_efficiency"] > 0.95
+        assert after["communication_efficiency"] == pytest.approx(
+            before["communication_efficiency"], abs=0.08
+        )
+        # The timed layers sleep, so without the wait for data no roof is near.
+        bounds = [one.level("dp2")["roofline"]["bound"] for one in looks]
+        assert bounds == ["none", "input"]
+        limits = [f["message"] for f in looks[1].summary["findings"] if f["id"] == "limit"]
+        assert all("limited by input" in message for message in limits)
+
+    Looks.show_both(quick, look(2, *TIMED, "--plant", "part=data,ms=90"), claim)
 
 
 @pytest.mark.parametrize("model", ["gpt-tiny:layers=2,width=64"])
@@ -126,9 +136,15 @@ def test_micro_batch_against_accumulation_at_one_global_batch(study):
     assert "per sample" in found[0]["message"]
 
 
-def test_repetitions_are_the_unit_of_the_interval(study):
-    done = study(2, "--model", "mlp:width=64", "--steps", "2", "--warmup", "2", "--repeat", "3")
-    assert done.code == 0, done.err[-3000:]
+@pytest.fixture(scope="module")
+def repeated(look):
+    return look(2, "--model", "mlp:width=64", "--steps", "2", "--warmup", "2", "--repeat", "3")
+
+
+@pytest.mark.alone
+@timed
+def test_repetitions_are_the_unit_of_the_interval(repeated):
+    done = repeated
     assert "3 repetitions" in done.summary["run"]["statistics_unit"]
     for level in done.summary["levels"]:
         assert level["repetitions"] == 3
@@ -139,9 +155,9 @@ def test_repetitions_are_the_unit_of_the_interval(study):
             assert steps_ms <= covered <= 2 * steps_ms + 100, rank
 
 
-def test_allreduce_in_isolation(study):
-    done = study(2, *TIMED)
-    found = done.level("dp2")["allreduce"]
+@pytest.mark.alone
+def test_allreduce_in_isolation(quick):
+    found = quick.last.level("dp2")["allreduce"]
     assert [size["bytes"] for size in found["sizes"]] == [4096, 16384, 65536]
     for size in found["sizes"]:
         assert size["p10_ms"] <= size["time_ms"] <= size["p90_ms"]
@@ -159,11 +175,13 @@ def test_allreduce_in_isolation(study):
     for size in (*found["sizes"], *found["buckets"]):
         bound_ms = size["bytes"] * 8 / (link["gbit_per_s"] * 1e9) * 1e3
         assert size["ring_bound_ms"] == pytest.approx(bound_ms)
-    assert done.level("dp1")["allreduce"] is None
+    assert quick.last.level("dp1")["allreduce"] is None
 
 
-def test_gradients_are_ready_from_the_last_layer_to_the_first(study):
-    ready = study(2, *TIMED).level("dp2")["gradient_ready"]
+@pytest.mark.alone
+@timed
+def test_gradients_are_ready_from_the_last_layer_to_the_first(quick):
+    ready = quick.level("dp2")["gradient_ready"]
     times = [parameter["ready_ms"] for parameter in ready]
     assert len(times) == 4
     assert times == sorted(times, reverse=True)
@@ -208,5 +226,5 @@ def test_an_unmet_expectation_ends_with_exit_1_and_keeps_the_run(tmp_path):
     assert "not 9 samples" in done.err
     assert (tmp_path / "a" / "summary.json").exists()
     assert '"status": "complete"' in (tmp_path / "a" / "run.json").read_text()
-    done = run_command([*argv, "--out", tmp_path / "b", "--expect-global-batch", "8"])
+    done = launch(1, *argv, "--out", tmp_path / "b", "--expect-global-batch", "8")
     assert done.code == 0, done.err

@@ -7,20 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import ROOT, run_command
+from tests.integration.conftest import ROOT, Looks, run_command, timed
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 SCRIPT = ROOT / "tests" / "integration" / "scripts" / "sized.py"
 STUDY = ("-m", "ddp_profiler.cli", "study", "--steps", "4", "--warmup", "2")
 
 
 @pytest.fixture(scope="module")
-def studies(tmp_path_factory):
+def looks(tmp_path_factory):
     """The same study twice at once, in one folder and without --out.
 
     Global batch 16 at dp 1 and 2: half of the samples, and of the sleep, on each of two.
     """
+    return Looks(lambda: two_at_once(tmp_path_factory))
+
+
+def two_at_once(tmp_path_factory):
     root = tmp_path_factory.mktemp("studies")
     keep = ("--keep-global-batch", "--batch-size")
     argv = [*STUDY, "--dp", "1,2", *keep, "--", SCRIPT, "--batch-size", "16"]
@@ -33,7 +37,12 @@ def studies(tmp_path_factory):
     return both
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def studies(looks):
+    return looks.last
+
+
+@pytest.fixture
 def strong(studies):
     return studies[0]
 
@@ -59,8 +68,9 @@ def test_levels_are_the_launches(strong):
     assert not strong.summary["run"]["partial"]
 
 
-def test_efficiency_is_that_of_the_kept_batch(strong):
-    double = strong.level("dp2")
+@timed
+def test_efficiency_is_that_of_the_kept_batch(looks):
+    double = looks[0].level("dp2")
     assert double["reference"] == "dp1"
     # 48 ms and 24 ms of sleep, and what a step takes besides.
     assert 1.3 < double["speedup"] <= 2.1

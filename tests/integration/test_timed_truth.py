@@ -2,11 +2,16 @@
 
 import pytest
 
-pytestmark = pytest.mark.distributed
+from tests.integration.conftest import Looks, timed
+
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 FORWARD, BACKWARD = 8 * 5.0, 8 * 10.0
 EXPOSED = ("exposed_wait", "exposed_transfer", "exposed_copy")
-QUICK = ("--model", "timed", "--steps", "6", "--warmup", "2")
+# One thread: idle OpenMP threads would spin on the other cores.
+QUICK = ("--steps", "6", "--warmup", "2", "--threads-per-rank", "1")
+PLANTED = {"data": 30, "forward": 50, "optimizer": 70, "other": 100}
+"""All at once and each of its own length: what one part takes from another is seen in both."""
 
 
 def tolerance(planted):
@@ -15,13 +20,12 @@ def tolerance(planted):
 
 
 @pytest.fixture(scope="module")
-def plain(study):
-    done = study(2, *QUICK, "--threads-per-rank", "1")
-    assert done.code == 0, done.err[-3000:]
-    return done
+def plain(look):
+    return look(2, "--model", "timed", *QUICK)
 
 
 @pytest.mark.parametrize("level", ["dp1", "dp2"])
+@timed
 def test_forward_and_backward_take_their_planted_time(plain, level):
     parts = plain.level(level)["breakdown_ms"]
     assert parts["forward"] == pytest.approx(FORWARD, abs=tolerance(FORWARD))
@@ -30,19 +34,21 @@ def test_forward_and_backward_take_their_planted_time(plain, level):
 
 @pytest.mark.parametrize("level", ["dp1", "dp2"])
 def test_parts_sum_to_the_step(plain, level):
-    found = plain.level(level)
+    found = plain.last.level(level)
     assert sum(found["breakdown_ms"].values()) == pytest.approx(
         found["instrumented_step_ms"]["mean"], rel=1e-3
     )
 
 
 @pytest.mark.parametrize("level", ["dp1", "dp2"])
+@timed
 def test_little_is_left_over(plain, level):
     found = plain.level(level)
     other, step = found["breakdown_ms"]["other"], found["instrumented_step_ms"]["mean"]
     assert -0.001 <= other <= 0.01 * step + 0.2
 
 
+@timed
 def test_the_hardware_is_measured_once(plain):
     hardware = plain.summary["run"]["hardware"]
     assert hardware["flops_per_s"] > hardware["memory_bytes_per_s"] > 0
@@ -54,36 +60,56 @@ def test_the_hardware_is_measured_once(plain):
 
 
 def test_no_communication_without_peers(plain):
-    found = plain.level("dp1")
+    found = plain.last.level("dp1")
     assert found["comm"]["overlap_fraction"] is None
     assert found["breakdown_ms"]["exposed_wait"] == 0
     assert found["breakdown_ms"]["exposed_transfer"] == 0
-    assert plain.level("dp2")["comm"]["busy_ms"] > 0
+    assert plain.last.level("dp2")["comm"]["busy_ms"] > 0
 
 
-def test_time_between_forward_and_backward_is_other(study, plain):
-    done = study(2, *QUICK, "--plant", "part=between,ms=200")
-    for name in ("dp1", "dp2"):
-        parts, reference = done.level(name)["breakdown_ms"], plain.level(name)["breakdown_ms"]
-        assert parts["other"] == pytest.approx(200, abs=tolerance(200))
-        assert parts["backward"] == pytest.approx(reference["backward"], abs=tolerance(BACKWARD))
+@pytest.fixture(scope="module")
+def planted(look):
+    """Delays in four parts, and none in backward and in communication."""
+    parts = [f"part={name.replace('other', 'between')},ms={ms}" for name, ms in PLANTED.items()]
+    return look(
+        2, "--model", "timed", *QUICK, *(word for part in parts for word in ("--plant", part))
+    )
 
 
-def test_a_module_outside_ddp_lengthens_backward_not_exposed_communication(study, plain):
-    done = study(2, "--model", "timed:outside_backward_ms=100", *QUICK[2:])
-    parts, reference = done.level("dp2")["breakdown_ms"], plain.level("dp2")["breakdown_ms"]
-    assert parts["backward"] - reference["backward"] == pytest.approx(100, abs=tolerance(100))
-    exposed = sum(parts[p] for p in EXPOSED) - sum(reference[p] for p in EXPOSED)
-    assert exposed < 30
+def parts_of(study, level):
+    """A level's parts, with exposed communication as one."""
+    parts = dict(study.level(level)["breakdown_ms"])
+    parts["exposed"] = sum(parts.pop(name) for name in EXPOSED)
+    return parts
 
 
-@pytest.mark.parametrize(
-    ("part", "where"), [("data", "data"), ("forward", "forward"), ("optimizer", "optimizer")]
-)
-def test_a_delay_is_found_in_its_part(study, plain, part, where):
-    # One thread, as in the reference: idle OpenMP threads would spin on the other cores.
-    done = study(1, *QUICK, "--threads-per-rank", "1", "--plant", f"part={part},ms=50")
-    parts, reference = done.level("dp1")["breakdown_ms"], plain.level("dp1")["breakdown_ms"]
-    for name in parts:
-        expected = 50 if name == where else 0
-        assert parts[name] - reference[name] == pytest.approx(expected, abs=tolerance(50)), name
+@pytest.mark.parametrize("level", ["dp1", "dp2"])
+@pytest.mark.parametrize("part", [*PLANTED, "backward", "forward_comm", "backward_comm", "exposed"])
+def test_a_delay_is_found_in_its_part(planted, plain, level, part):
+    expected = PLANTED.get(part, 0)
+
+    def claim(looks):
+        with_it, without = (parts_of(one, level) for one in looks)
+        assert with_it.keys() == without.keys()
+        if (part, level) == ("exposed", "dp2"):
+            # A rank waits for what delays another by chance.
+            assert with_it[part] - without[part] < 30
+            return
+        margin = tolerance(BACKWARD if part == "backward" else expected or 50)
+        assert with_it[part] - without[part] == pytest.approx(expected, abs=margin)
+
+    Looks.show_both(planted, plain, claim)
+
+
+@pytest.fixture(scope="module")
+def outside(look):
+    return look(2, "--model", "timed:outside_backward_ms=100", *QUICK, "--dp", "2")
+
+
+def test_a_module_outside_ddp_lengthens_backward_not_exposed_communication(outside, plain):
+    def claim(looks):
+        parts, reference = (parts_of(one, "dp2") for one in looks)
+        assert parts["backward"] - reference["backward"] == pytest.approx(100, abs=tolerance(100))
+        assert parts["exposed"] - reference["exposed"] < 30
+
+    Looks.show_both(outside, plain, claim)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.integration.conftest import Looks, timed
 from tests.lab.conftest import ROOT, lab_tool
 
 pytestmark = pytest.mark.lab
@@ -15,25 +16,28 @@ RATE_MBIT = 250
 
 @pytest.fixture(scope="module")
 def measured(usable, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lab") / "run"
-    options = (
-        *("-m", "ddp_profiler.run", "--model", "timed:layers=4,parameters=1000000"),
-        *("--dp", "2", "--steps", "4", "--warmup", "2", "--allreduce-max-mb", "0"),
-        *("--threads-per-rank", "1", "--out", str(folder)),
-    )
-    with lab_tool.Lab(nodes=2, rate_mbit=RATE_MBIT) as lab:
-        stream = sorted(lab_tool.socket_stream_gbit(lab, megabytes=16) for _ in range(3))[1]
-        results = lab.run_torchrun(
-            options, nproc_per_node=2, timeout=150, env={"PYTHONPATH": str(ROOT)}
+    def measure():
+        folder = tmp_path_factory.mktemp("lab") / "run"
+        options = (
+            *("-m", "ddp_profiler.run", "--model", "timed:layers=4,parameters=1000000"),
+            *("--dp", "2", "--steps", "4", "--warmup", "2", "--allreduce-max-mb", "0"),
+            *("--threads-per-rank", "1", "--out", str(folder)),
         )
-    assert [r.returncode for r in results] == [0, 0], results[0].output[-3000:]
-    summary = json.loads((folder / "summary.json").read_text())
-    record = json.loads((folder / "run.json").read_text())
-    return stream, summary, record, results[0].output
+        with lab_tool.Lab(nodes=2, rate_mbit=RATE_MBIT) as lab:
+            stream = sorted(lab_tool.socket_stream_gbit(lab, megabytes=16) for _ in range(3))[1]
+            results = lab.run_torchrun(
+                options, nproc_per_node=2, timeout=150, env={"PYTHONPATH": str(ROOT)}
+            )
+        assert [r.returncode for r in results] == [0, 0], results[0].output[-3000:]
+        summary = json.loads((folder / "summary.json").read_text())
+        record = json.loads((folder / "run.json").read_text())
+        return stream, summary, record, results[0].output
+
+    return Looks(measure)
 
 
 def test_dp_2_is_measured_on_one_node_and_over_both(measured):
-    _, summary, record, output = measured
+    _, summary, record, output = measured.last
     found = [(v["id"], v["placement"], v["nodes"]) for v in summary["levels"]]
     assert found == [("dp2", "packed", 1), ("dp2-spread", "spread", 2)]
     assert [level["ranks"] for level in record["levels"]] == [[0, 1], [0, 2]]
@@ -41,6 +45,7 @@ def test_dp_2_is_measured_on_one_node_and_over_both(measured):
     assert "[2/2] dp2-spread" in output
 
 
+@timed
 def test_the_price_is_the_time_on_the_link(measured):
     stream_gbit, summary, *_ = measured
     packed, spread = summary["levels"]
@@ -54,6 +59,7 @@ def test_the_price_is_the_time_on_the_link(measured):
     assert packed["crossing_ms"] is None
 
 
+@timed
 def test_the_finding_says_it(measured):
     _, summary, _, output = measured
     (found,) = [f for f in summary["findings"] if f["id"] == "node-crossing"]
@@ -62,6 +68,7 @@ def test_the_finding_says_it(measured):
     assert "of it crossing nodes" in output
 
 
+@timed
 def test_each_ring_has_the_bound_of_its_own_link(measured):
     stream_gbit, summary, *_ = measured
     within, between = (level["allreduce"]["link"] for level in summary["levels"])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ddp_profiler.record import paths, reader
-from tests.integration.conftest import run_command
+from tests.integration.conftest import Looks, run_command, timed
 from tests.lab.conftest import ROOT, lab_tool
 
 pytestmark = pytest.mark.lab
@@ -17,8 +17,15 @@ MS = 60
 
 @pytest.fixture(scope="module")
 def observed(usable, tmp_path_factory):
-    """Returns the nodes' outputs and folders."""
-    root = tmp_path_factory.mktemp("nodes")
+    """The nodes' outputs and folders."""
+
+    def measure():
+        return observe_once(tmp_path_factory.mktemp("nodes"))
+
+    return Looks(measure)
+
+
+def observe_once(root):
     (root / "runs").mkdir()
     options = (
         *("-m", "ddp_profiler.run", "--steps", "5", "--warmup", "3", "--out", "runs/run"),
@@ -34,25 +41,24 @@ def observed(usable, tmp_path_factory):
     return results, [root / f"runs.node{node}" / "run" for node in range(2)]
 
 
-@pytest.fixture(scope="module")
-def joined(observed, tmp_path_factory):
-    _, folders = observed
-    out = tmp_path_factory.mktemp("joined") / "run"
-    done = run_command(["-m", "ddp_profiler.cli", "merge", *folders, "--out", out])
-    assert done.code == 0, done.err
+def joined(folders):
+    out = folders[0].parents[1] / "joined"
+    if not out.exists():
+        done = run_command(["-m", "ddp_profiler.cli", "merge", *folders, "--out", out])
+        assert done.code == 0, done.err
     shown = run_command(["-m", "ddp_profiler.cli", "analyze", out, "--json"])
     assert shown.code == 0, shown.err
     return json.loads(shown.out)
 
 
 def test_the_script_is_left_alone(observed):
-    results, _ = observed
+    results, _ = observed.last
     assert [r.stdout for r in results] == ["trained\n"] * 2
     assert not [r.stderr for r in results if "has failed" in r.stderr]
 
 
 def test_each_node_keeps_a_part_and_rank_0_says_so(observed):
-    results, folders = observed
+    results, folders = observed.last
     for rank, folder in enumerate(folders):
         assert sorted(paths.rank_files(folder)) == [rank]
         info = reader.read_run_info(folder)
@@ -65,20 +71,29 @@ def test_each_node_keeps_a_part_and_rank_0_says_so(observed):
 
 
 def test_comparisons_hold_the_true_offset(observed):
-    readings = reader.read_run_info(observed[1][0]).clocks
-    # Before the script, in the warm-up, and after the observed steps.
-    assert [reading.rank for reading in readings] == [1, 1, 1]
-    for reading in readings:
-        assert reading.low_ns <= SHIFT_S * 1e9 <= reading.high_ns
+    # However noisy the machine was.
+    for _, folders in observed.seen:
+        readings = reader.read_run_info(folders[0]).clocks
+        # Before the script, in the warm-up, and after the observed steps.
+        assert [reading.rank for reading in readings] == [1, 1, 1]
+        for reading in readings:
+            assert reading.low_ns <= SHIFT_S * 1e9 <= reading.high_ns
+
+
+@timed
+def test_offsets_are_known_to_some_ms(observed):
+    for reading in reader.read_run_info(observed[1][0]).clocks:
         assert reading.high_ns - reading.low_ns < 20e6
 
 
-def test_waiting_and_straggler_are_those_of_one_clock(joined):
-    (level,) = joined["levels"]
-    assert not joined["run"]["partial"]
+@timed
+def test_waiting_and_straggler_are_those_of_one_clock(observed):
+    summary = joined(observed[1])
+    (level,) = summary["levels"]
+    assert not summary["run"]["partial"]
     assert level["batch_check"]["observed"] == 8
     late = level["straggler"]
     assert (late["rank"], late["cause"], late["fixed"]) == (1, "forward", True)
     assert late["lag_ms"] == pytest.approx(MS, abs=15)
     assert level["ranks"][0]["breakdown_ms"]["exposed_wait"] == pytest.approx(MS, abs=20)
-    assert sorted(joined["run"]["environment"]) == ["0", "1"]
+    assert sorted(summary["run"]["environment"]) == ["0", "1"]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.integration.conftest import Looks, timed
 from tests.lab.conftest import ROOT, lab_tool
 
 pytestmark = pytest.mark.lab
@@ -15,28 +16,33 @@ RATE_MBIT = 500
 
 @pytest.fixture(scope="module")
 def measured(usable, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lab") / "run"
-    options = (
-        *("-m", "ddp_profiler.run", "--model", "timed:layers=4,parameters=1000000"),
-        *("--steps", "3", "--warmup", "2", "--allreduce-max-mb", "0", "--threads-per-rank", "1"),
-        *("--plant", "part=data,ms=20,level_dp=2", "--out", str(folder)),
-    )
-    with lab_tool.Lab(nodes=2, rate_mbit=RATE_MBIT) as lab:
-        stream = sorted(lab_tool.socket_stream_gbit(lab) for _ in range(3))[1]
-        results = lab.run_torchrun(
-            options, timeout=150, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    def measure():
+        folder = tmp_path_factory.mktemp("lab") / "run"
+        options = (
+            *("-m", "ddp_profiler.run", "--model", "timed:layers=4,parameters=1000000"),
+            *("--steps", "3", "--warmup", "2", "--allreduce-max-mb", "0"),
+            *("--threads-per-rank", "1"),
+            *("--plant", "part=data,ms=20,level_dp=2", "--out", str(folder)),
         )
-    assert [r.returncode for r in results] == [0, 0], results[0].output[-3000:]
-    summary = json.loads((folder / "summary.json").read_text())
-    found = {finding["id"]: finding["message"] for finding in summary["findings"]}
-    return stream, {level["dp"]: level for level in summary["levels"]}, found
+        with lab_tool.Lab(nodes=2, rate_mbit=RATE_MBIT) as lab:
+            stream = sorted(lab_tool.socket_stream_gbit(lab) for _ in range(3))[1]
+            results = lab.run_torchrun(
+                options, timeout=150, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            )
+        assert [r.returncode for r in results] == [0, 0], results[0].output[-3000:]
+        summary = json.loads((folder / "summary.json").read_text())
+        found = {finding["id"]: finding["message"] for finding in summary["findings"]}
+        return stream, {level["dp"]: level for level in summary["levels"]}, found
+
+    return Looks(measure)
 
 
 def test_nodes_are_told_apart(measured):
-    _, levels, _ = measured
+    _, levels, _ = measured.last
     assert (levels[1]["nodes"], levels[2]["nodes"]) == (1, 2)
 
 
+@timed
 def test_exposed_transfer_is_what_the_link_dictates(measured):
     stream_gbit, levels, _ = measured
     # Ring bound: 2(n-1)/n x S/B, which is S/B at n = 2.
@@ -46,6 +52,7 @@ def test_exposed_transfer_is_what_the_link_dictates(measured):
     assert levels[2]["allreduce"]["buckets"][0]["time_ms"] == pytest.approx(bound_ms, rel=0.15)
 
 
+@timed
 def test_the_ring_bound_stands_beside_the_measured_time(measured):
     stream_gbit, levels, _ = measured
     found = levels[2]["allreduce"]
@@ -63,6 +70,7 @@ def test_the_ring_bound_stands_beside_the_measured_time(measured):
     assert levels[1]["allreduce"] is None
 
 
+@timed
 def test_other_terms_stay_what_they_were(measured):
     _, levels, _ = measured
     falls = levels[2]["waterfall_ms"]
@@ -72,6 +80,7 @@ def test_other_terms_stay_what_they_were(measured):
     assert max(terms, key=lambda term: falls[term]) == "exposed_transfer"
 
 
+@timed
 def test_the_finding_names_the_network(measured):
     _, levels, found = measured
     assert levels[2]["efficiency"] < 0.6
