@@ -249,10 +249,18 @@ def _buckets(
     noticed = spans["end_ns"][of] != NULL
     begin = np.minimum(begin, end_of_call)
     end = np.clip(np.where(noticed, spans["end_ns"][of], end_of_call), begin, end_of_call)
-    times = [after(v) for v in (begin, np.clip(local, begin, end), end)]
+    begin_ms, hidden_ms, end_ms = (after(v) for v in (begin, np.clip(local, begin, end), end))
     return [
-        Bucket(i, i, max(int(spans["bytes"][of[i]]), 0), *(float(t[i]) for t in times), bool(seen))
-        for i, seen in enumerate(noticed)
+        Bucket(
+            first=i,
+            last=i,
+            nbytes=max(int(spans["bytes"][of[i]]), 0),
+            begin_ms=float(begin_ms[i]),
+            hidden_until_ms=float(hidden_ms[i]),
+            end_ms=float(end_ms[i]),
+            noticed=bool(noticed[i]),
+        )
+        for i in range(len(of))
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from markupsafe import Markup
 
@@ -255,8 +256,7 @@ def heat_map(found: HeatMap, named: frozenset[int]) -> Chart:
     limits = [units.ms(limit) for limit in found.classes_ms]
     keys = [Key("h0", f"below {limits[0]} ms")]
     keys += [
-        Key(f"h{i + 1}", f"{low} to {high} ms")
-        for i, (low, high) in enumerate(zip(limits, limits[1:], strict=False))
+        Key(f"h{i + 1}", f"{low} to {high} ms") for i, (low, high) in enumerate(pairwise(limits))
     ]
     keys.append(Key(f"h{len(limits)}", f"{limits[-1]} ms and more"))
     label = "Ranks as rows, steps as columns; darker where a rank takes longer than the others"
@@ -517,7 +517,7 @@ def _line(x: Scale, y: Scale, points: Sequence[tuple[float, float]], style: str)
             y2=number(y(d)),
             class_=style,
         )
-        for (a, b), (c, d) in zip(points, points[1:], strict=False)
+        for (a, b), (c, d) in pairwise(points)
     ]
 
 

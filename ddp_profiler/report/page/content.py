@@ -217,6 +217,11 @@ def _interval(interval: tuple[float, float] | None) -> str:
     )
 
 
+def _instrumented(level: LevelResult) -> str:
+    step = level.instrumented_step_ms
+    return units.ms(step.mean if step else None)
+
+
 def _step_split(summary: Summary) -> Section:
     id, title = "split", "Where the step time goes"
     levels = [level for level in summary.levels if level.instrumented_step_ms]
@@ -241,7 +246,9 @@ def _step_split(summary: Summary) -> Section:
             ),
             (
                 "instrumented step, mean",
-                lambda lv: units.ms(lv.instrumented_step_ms and lv.instrumented_step_ms.mean),
+                lambda lv: units.ms(
+                    lv.instrumented_step_ms.mean if lv.instrumented_step_ms else None
+                ),
             ),
             *((part_name(name), part(name)) for name in PARTS),
             ("comm in flight", lambda lv: units.ms(lv.comm.busy_ms)),
@@ -390,7 +397,8 @@ def _ranks(summary: Summary, details: Sequence[LevelDetail]) -> Section:
         notes += [
             f"{level.id}: rank {one.rank} is late by {units.ms(one.lag_ms)} ms in "
             f"{units.percent(one.share_of_steps_fraction, 0)} of the steps "
-            f"({'fixed' if one.fixed else 'passing'}), cause: {part_name(one.cause)}; marked with ▸."
+            f"({'fixed' if one.fixed else 'passing'}), cause: {part_name(one.cause)}; "
+            "marked with ▸."
             for one in level.stragglers
         ]
     if not figures:
@@ -409,7 +417,7 @@ def _ranks(summary: Summary, details: Sequence[LevelDetail]) -> Section:
         title,
         "Own work is a rank's step less all communication; shown is by how much it exceeds that "
         "of the lower median rank in the same step. A straggler is a dark row, a disturbance of "
-        "one rank a dark spot. Lengths on each rank's own clock: no comparison of clocks is needed.",
+        "one rank a dark spot. Each rank's own clock is enough for it.",
         tuple(figures),
         notes=tuple(notes),
     )
@@ -896,8 +904,8 @@ def _notes(summary: Summary) -> Iterator[str]:
     if found is not None and found.gain_ms is not None:
         yield (
             f"Confirmed at {found.level}: {found.text}: predicted gain "
-            f"{units.ms(found.predicted_gain_ms)} ms a step, real gain {units.ms(found.gain_ms)} ms "
-            f"({_interval(found.ci95_ms)})."
+            f"{units.ms(found.predicted_gain_ms)} ms a step, real gain "
+            f"{units.ms(found.gain_ms)} ms ({_interval(found.ci95_ms)})."
         )
     elif found is not None:
         yield f"Not confirmed at {found.level}: {found.text}: {found.problem}."
