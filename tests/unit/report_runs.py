@@ -119,9 +119,7 @@ def _scaled(level, single):
             gradient_factor=1.0,
         ),
         roofline=Roofline(Bound.COMPUTE, "made by hand", 0.0, 0.1, 50.0, 30.0, 5.0, 1.0, 0.7),
-        noise_scale=NoiseScale(
-            120.0, (90.0, 180.0), None, 1.0, 2.0, 9, 8, 16, 1.5, (1.4, 1.6)
-        ),
+        noise_scale=NoiseScale(120.0, (90.0, 180.0), None, 1.0, 2.0, 9, 8, 16, 1.5, (1.4, 1.6)),
     )
 
 
