@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ddp_profiler.analysis.bucket_timeline import MOST_BUCKETS, MOST_PHASES, _merged, Bucket
+from ddp_profiler.analysis.bucket_timeline import MOST_BUCKETS, MOST_PHASES, Bucket, _merged
 from ddp_profiler.analysis.detail import MOST_LEVELS, levels_in_detail
 from ddp_profiler.analysis.heatmap import MOST_COLUMNS, MOST_NAMED, MOST_ROWS, heat_map
 from tests.unit import report_runs, study_levels
