@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 _TIMEOUT_S = 60.0
@@ -55,7 +56,6 @@ class View:
     fills: list
     problems: list
     requests: list
-    picture: bytes
 
 
 class Browser:
@@ -122,8 +122,10 @@ class Browser:
         message, _, self._buffer = self._buffer.partition(b"\0")
         return json.loads(message)
 
-    def view(self, url: str, width: int, *, dark: bool, printed: bool = False) -> View:
-        """Opens a page at a width and returns what it looks like."""
+    def view(
+        self, url: str, width: int, *, dark: bool, printed: bool = False, kept: str = ""
+    ) -> View:
+        """Opens a page at a width and returns what it looks like; a picture of it is kept."""
         self.events = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -137,7 +139,9 @@ class Browser:
         self.call("Page.navigate", session, url=url)
         self.await_event("Page.loadEventFired")
         found = self.call("Runtime.evaluate", session, expression=_MEASURE, returnByValue=True)
-        shot = self.call("Page.captureScreenshot", session, captureBeyondViewport=True)
+        if kept:
+            shot = self.call("Page.captureScreenshot", session, captureBeyondViewport=True)
+            Path(kept).write_bytes(base64.b64decode(shot["data"]))
         self.call("Target.closeTarget", targetId=target)
         bad = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         return View(
@@ -148,7 +152,6 @@ class Browser:
                 for event in self.events
                 if event.get("method") == "Network.requestWillBeSent"
             ],
-            picture=base64.b64decode(shot["data"]),
         )
 
 

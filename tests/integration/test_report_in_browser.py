@@ -4,7 +4,6 @@ With DDP_PROFILER_PICTURES=DIR in the environment, what was shown is kept there 
 """
 
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,22 +51,26 @@ def test_page(browser, tmp_path, name):
     html = render(loaded.summary, loaded.details, loaded.outlook)
     file = tmp_path / "report.html"
     file.write_text(html, encoding="utf-8")
+    pictures = os.environ.get("DDP_PROFILER_PICTURES")
+
+    def view(width, dark, printed=False):
+        shown = "print" if printed else "dark" if dark else "light"
+        kept = f"{pictures}/{name}-{width}-{shown}.png" if pictures else ""
+        return browser.view(file.as_uri(), width, dark=dark, printed=printed, kept=kept)
+
     views = {
-        (width, dark): browser.view(file.as_uri(), width, dark=dark)
+        (width, dark): view(width, dark)
         for width, dark in ((1280, False), (1280, True), (390, False), (360, True))
     }
-    printed = browser.view(file.as_uri(), 700, dark=True, printed=True)
-    for (width, dark), view in {**views, (700, "printed"): printed}.items():
-        kept = os.environ.get("DDP_PROFILER_PICTURES")
-        if kept:
-            (Path(kept) / f"{name}-{width}-{dark}.png").write_bytes(view.picture)
-        assert view.problems == []
-        assert view.requests == [file.as_uri()]
-        assert view.inner == width
-        assert view.scroll <= width
-        assert view.wide == []
-        assert view.text > 1000
-        assert abs(_shade(view.background) - _shade(view.color)) > 150
+    printed = view(700, True, printed=True)
+    for (width, _), seen in {**views, (700, True): printed}.items():
+        assert seen.problems == []
+        assert seen.requests == [file.as_uri()]
+        assert seen.inner == width
+        assert seen.scroll <= width
+        assert seen.wide == []
+        assert seen.text > 1000
+        assert abs(_shade(seen.background) - _shade(seen.color)) > 150
     light, dark = views[1280, False], views[1280, True]
     assert light.drawn == dark.drawn > 3
     assert _shade(light.background) > 200

@@ -162,8 +162,10 @@ def waterfall(terms: Mapping[str, float | None], names: Mapping[str, str]) -> Ch
             element(
                 "line", x1=across(scale(end)), x2=across(scale(end)), y1=0, y2="100%", class_="rule"
             ),
-            _bar(left, right - left, style, f"{names[name]} {shown} ms", y=2, height=_LANE_PX - 4),
         ]
+        if right - left > 0.01:
+            title = f"{names[name]} {shown} ms"
+            bars.append(_bar(left, right - left, style, title, y=2, height=_LANE_PX - 4))
         if total and cut:
             bars.append(_bar(3, 1, "gap", "the axis does not begin at 0", y=0, height=_LANE_PX))
         rows.append(_row(names[name], _svg(_LANE_PX, *bars), f"{shown} ms"))
@@ -187,7 +189,7 @@ def _signed(value: float) -> str:
 
 
 def heat_map(found: HeatMap, named: frozenset[int]) -> Chart:
-    """Draws ranks as rows and steps as columns, darker where a rank takes longer than others.
+    """Draws ranks as rows and steps as columns, shaded where a rank takes longer than others.
 
     Args:
         found: The excess of each rank's own work.
@@ -259,7 +261,7 @@ def heat_map(found: HeatMap, named: frozenset[int]) -> Chart:
         Key(f"h{i + 1}", f"{low} to {high} ms") for i, (low, high) in enumerate(pairwise(limits))
     ]
     keys.append(Key(f"h{len(limits)}", f"{limits[-1]} ms and more"))
-    label = "Ranks as rows, steps as columns; darker where a rank takes longer than the others"
+    label = "Ranks as rows, steps as columns; shaded where a rank takes longer than the others"
     return Chart(body, tuple(keys), label)
 
 
@@ -328,7 +330,7 @@ def timeline(found: BucketTimeline) -> Chart:
         for i, (_, bars) in enumerate(rows)
     ]
     height = _LANE_PX * len(rows)
-    ticks = thinned(Scale(low, high, 0, 100).ticks(), 5)
+    ticks = scale.ticks(5)
     grid = [
         element("line", x1=across(scale(t)), x2=across(scale(t)), y1=0, y2=height, class_="grid")
         for t in ticks
@@ -392,15 +394,20 @@ def scaling(lines: Mapping[str, Sequence[LevelResult]], outlook: Outlook) -> Cha
     ]
     dps = sorted({dp for dp, *_ in marks} | {dp for dp, *_ in expected})
     values = [v for _, *vs in marks for v in vs] + [v for _, *vs in expected for v in vs]
+    # Also beyond what was measured: the ideal grows with dp.
+    values += [ideal * dps[-1] / dp for dp, _, ideal in marks if expected]
     x = Scale(dps[0], max(dps[-1], dps[0] * 2), 9, 95, log=True)
-    y = Scale(min(values) / 1.3, max(values) * 1.3, _TALL_PX, 14, log=True)
+    y = Scale(min(values) / 1.9, max(values) * 1.3, _TALL_PX, 14, log=True)
     drawn = _grid(x, y, thinned(dps), [f"{dp:g}" for dp in thinned(dps)], "samples/s")
     keys = [Key("ideal", "ideal: dp times the throughput of one rank", line=True)]
     for place, (name, levels) in enumerate(lines.items()):
         style = f"s{place % 5}"
         points = [(lv.dp, lv.samples_per_s, lv.efficiency) for lv in levels]
         known = [(dp, rate, share) for dp, rate, share in points if rate and share]
-        drawn += _line(x, y, [(dp, rate / share) for dp, rate, share in known], "ideal")
+        ideal = [(dp, rate / share) for dp, rate, share in known]
+        if expected and ideal and dps[-1] > ideal[-1][0]:
+            ideal.append((dps[-1], ideal[-1][1] * dps[-1] / ideal[-1][0]))
+        drawn += _line(x, y, ideal, "ideal")
         drawn += _line(x, y, [(dp, rate) for dp, rate, _ in known], f"{style} line")
         for dp, rate, share in known:
             drawn.append(_marker(x(dp), y(rate), place, f"{style} dot", f"dp {dp}: {rate:.5g}"))
@@ -423,7 +430,7 @@ def scaling(lines: Mapping[str, Sequence[LevelResult]], outlook: Outlook) -> Cha
         )
         drawn.append(_marker(x(dp), y(rate), 0, "hollow", f"dp {dp}: predicted {rate:.5g}"))
     if expected:
-        keys.append(Key("span", "predicted, with 90 % interval", line=True))
+        keys.append(Key("span", "hollow: predicted, with its 90 % interval", line=True))
     body = _svg(_TALL_PX + 36, *drawn, _x_name("dp, data-parallel replicas"))
     label = "Throughput over dp, both axes logarithmic, beside the ideal line"
     return Chart(element("div", body, class_="plot"), tuple(keys), label)

@@ -416,8 +416,8 @@ def _ranks(summary: Summary, details: Sequence[LevelDetail]) -> Section:
         id,
         title,
         "Own work is a rank's step less all communication; shown is by how much it exceeds that "
-        "of the lower median rank in the same step. A straggler is a dark row, a disturbance of "
-        "one rank a dark spot. Each rank's own clock is enough for it.",
+        "of the lower median rank in the same step. A straggler is a row that stands out, a "
+        "disturbance of one rank a spot. Each rank's own clock is enough for it.",
         tuple(figures),
         notes=tuple(notes),
     )
@@ -523,13 +523,19 @@ def _allreduce(summary: Summary) -> Section:
                 )
                 for size in sizes
             ]
-    notes = [
-        f"{name}: all buckets one after the other take {units.ms(result.buckets_total_ms)} ms; the "
-        f"ring bound of {result.link.name} ({result.link.gbit_per_s:.3g} Gbit/s, "
-        f"{result.link.source}) is {units.ms(result.buckets_ring_bound_ms)} ms."
-        for name, result in found.items()
-        if result.link
-    ]
+    notes = []
+    for name, result in found.items():
+        if result.buckets_total_ms is None:
+            continue
+        told = (
+            f"{name}: all buckets one after the other take {units.ms(result.buckets_total_ms)} ms"
+        )
+        if result.link is not None and result.buckets_ring_bound_ms is not None:
+            told += (
+                f"; the ring bound of {result.link.name} ({result.link.gbit_per_s:.3g} Gbit/s, "
+                f"{result.link.source}) is {units.ms(result.buckets_ring_bound_ms)} ms"
+            )
+        notes.append(f"{told}.")
     if any(result.link is None for result in found.values()):
         notes.append("Where no link is named, its rate is not known, and there is no bound.")
     table = Table(

@@ -94,8 +94,8 @@ class Scale:
         share = (at - low) / (high - low) if high > low else 0.5
         return self.begin + share * (self.end - self.begin)
 
-    def ticks(self) -> list[float]:
-        """Returns round values within the scale: 1, 2 and 5 times powers of ten.
+    def ticks(self, most: int = _MOST_TICKS) -> list[float]:
+        """Returns about so many round values in the scale: 1, 2 and 5 times powers of ten.
 
         >>> Scale(0, 10, 0, 100).ticks(), Scale(3, 300, 0, 100, log=True).ticks()
         ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [5.0, 10.0, 20.0, 50.0, 100.0, 200.0])
@@ -107,10 +107,10 @@ class Scale:
             for steps in ((1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)):
                 found = [f * 10.0**e for e in range(first, last + 1) for f in steps]
                 found = [v for v in found if self.low <= v <= self.high]
-                if len(found) <= _MOST_TICKS:
+                if len(found) <= most:
                     return found
-            return found[:: -(-len(found) // _MOST_TICKS)]
-        rough = (self.high - self.low) / (_MOST_TICKS - 1)
+            return found[:: -(-len(found) // most)]
+        rough = (self.high - self.low) / (most - 1)
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough * (1 - 1e-9))
         begin, end = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
