@@ -56,7 +56,7 @@ class HeatMap:
 
     Attributes:
         rows: The ranks of each row, ascending; more than one where there are many.
-        steps_per_column: Steps of a column; the last one may have fewer.
+        steps_per_column: Steps of a column; some may have one less.
         steps: Steps in the map.
         excess_ms: Shape [row][column].
         row_excess_ms: Mean excess over all steps of each row's slowest rank.
@@ -117,10 +117,14 @@ def heat_map(ranks: Sequence[Steps], breakdowns: Sequence[Mapping[str, Floats]])
 
 
 def _by_columns(excess: Floats) -> tuple[Floats, int]:
-    """Returns means over neighbouring steps, [rank, column], and the steps of a column."""
+    """Returns means over neighbouring steps, [rank, column], and the most steps of a column.
+
+    Columns differ by one step at most: one of few steps would look noisier than the rest.
+    """
     steps = excess.shape[1]
     each = -(-steps // MOST_COLUMNS)
-    begins = np.arange(0, steps, each)
+    columns = -(-steps // each)
+    begins = np.arange(columns) * steps // columns
     sums = np.add.reduceat(excess, begins, axis=1)
     means: Floats = sums / np.diff(np.append(begins, steps))
     return means, each

@@ -217,7 +217,7 @@ def test_size_is_bounded(full):
     html = render(*_parts(loaded))
     assert len(html) < MOST_BYTES / 2
     text = Page(html).text["ranks"]
-    assert "A column is the mean over 9 steps" in text
+    assert "A column is the mean over up to 9 steps" in text
     assert "A row is the slowest of up to 32 ranks" in text
     assert "The table has the 8 ranks" in text
 

@@ -396,7 +396,7 @@ def scaling(lines: Mapping[str, Sequence[LevelResult]], outlook: Outlook) -> Cha
     values = [v for _, *vs in marks for v in vs] + [v for _, *vs in expected for v in vs]
     # Also beyond what was measured: the ideal grows with dp.
     values += [ideal * dps[-1] / dp for dp, _, ideal in marks if expected]
-    x = Scale(dps[0], max(dps[-1], dps[0] * 2), 9, 95, log=True)
+    x = Scale(dps[0], max(dps[-1], dps[0] * 2), 13, 95, log=True)
     y = Scale(min(values) / 1.9, max(values) * 1.3, _TALL_PX, 14, log=True)
     drawn = _grid(x, y, thinned(dps), [f"{dp:g}" for dp in thinned(dps)], "samples/s")
     keys = [Key("ideal", "ideal: dp times the throughput of one rank", line=True)]
@@ -449,7 +449,7 @@ def allreduce(found: Mapping[str, AllReduceResult]) -> Chart | None:
     tallest = max(rate for _, rate in points) or 1.0
     links = {r.link.name: r.link.gbit_per_s / 8 for r in found.values() if r.link}
     shown = {name: rate for name, rate in links.items() if rate <= _FAR_ABOVE * tallest}
-    x = Scale(sizes[0], max(sizes[-1], sizes[0] * 2), 9, 95, log=True)
+    x = Scale(sizes[0], max(sizes[-1], sizes[0] * 2), 13, 95, log=True)
     y = Scale(0, max(tallest, *shown.values()) * 1.15 if shown else tallest * 1.15, _TALL_PX, 14)
     ticks = thinned(sizes, 5)
     drawn = _grid(x, y, ticks, [units.nbytes(size) for size in ticks], "bus bandwidth, GB/s")
@@ -493,7 +493,7 @@ def _grid(
         at = number(y(value))
         drawn.append(element("line", x1="0", x2="100%", y1=at, y2=at, class_="grid"))
         # Not below the name of the axis.
-        if y(value) > 26:
+        if y(value) > 29:
             drawn.append(
                 element("text", f"{value:.6g}", x="0", y=number(y(value) - 3), class_="tick")
             )

@@ -379,7 +379,7 @@ def _ranks(summary: Summary, details: Sequence[LevelDetail]) -> Section:
         )
         said = []
         if found.steps_per_column > 1:
-            said.append(f"A column is the mean over {found.steps_per_column} steps.")
+            said.append(f"A column is the mean over up to {found.steps_per_column} steps.")
         if len(found.rows[0]) > 1:
             said.append(
                 f"A row is the slowest of up to {len(found.rows[0])} ranks, column by column."
