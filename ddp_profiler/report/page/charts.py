@@ -400,14 +400,20 @@ def scaling(lines: Mapping[str, Sequence[LevelResult]], outlook: Outlook) -> Cha
     y = Scale(min(values) / 1.9, max(values) * 1.3, _TALL_PX, 14, log=True)
     drawn = _grid(x, y, thinned(dps), [f"{dp:g}" for dp in thinned(dps)], "samples/s")
     keys = [Key("ideal", "ideal: dp times the throughput of one rank", line=True)]
-    for place, (name, levels) in enumerate(lines.items()):
+    ideals: set[str] = set()
+    # The longest first, since its ideal covers that of the others.
+    for place, (name, levels) in enumerate(sorted(lines.items(), key=lambda one: -len(one[1]))):
         style = f"s{place % 5}"
         points = [(lv.dp, lv.samples_per_s, lv.efficiency) for lv in levels]
         known = [(dp, rate, share) for dp, rate, share in points if rate and share]
         ideal = [(dp, rate / share) for dp, rate, share in known]
         if expected and ideal and dps[-1] > ideal[-1][0]:
             ideal.append((dps[-1], ideal[-1][1] * dps[-1] / ideal[-1][0]))
-        drawn += _line(x, y, ideal, "ideal")
+        # Lines with one reference share their ideal: drawn twice, its dots would be a line.
+        slopes = {f"{value / dp:.3g}" for dp, value in ideal}
+        if not slopes <= ideals:
+            drawn += _line(x, y, ideal, "ideal")
+        ideals |= slopes
         drawn += _line(x, y, [(dp, rate) for dp, rate, _ in known], f"{style} line")
         for dp, rate, share in known:
             drawn.append(_marker(x(dp), y(rate), place, f"{style} dot", f"dp {dp}: {rate:.5g}"))
