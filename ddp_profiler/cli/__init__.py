@@ -29,6 +29,7 @@ NAME = "ddp-profiler"
 
 _COMMANDS = {
     "analyze": "Show where the step time of a run went.",
+    "report": "Write report.html and plots of a run.",
     "study": "Launch a training script at several dp and compare.",
     "predict": "Predict the step at other scales and settings.",
     "trace": "Show where the step time went, from traces of torch.profiler.",

@@ -31,6 +31,11 @@ def summary_file(folder: Path) -> Path:
     return folder / SUMMARY_FILE
 
 
+def report_file(folder: Path) -> Path:
+    """Returns the path of the page of the run."""
+    return folder / REPORT_FILE
+
+
 def plots_folder(folder: Path) -> Path:
     """Returns the folder of the pictures."""
     return folder / PLOTS_FOLDER
