@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ddp_profiler.analysis.comparability import Launch
 from ddp_profiler.analysis.results import Summary
 from ddp_profiler.analysis.summary import summarize_run
 from ddp_profiler.errors import InputError
@@ -33,3 +34,13 @@ def load_summary(folder: Path) -> Summary:
         if not spans.complete:
             incomplete.append(rank)
     return with_gains(summarize_run(info, columns, incomplete))
+
+
+def load_launch(folder: Path) -> Launch:
+    """Reads a run folder as one launch of a comparison.
+
+    Raises:
+        InputError: The folder holds no readable run, or files of another run.
+    """
+    facts = reader.read_run_info(folder).facts
+    return Launch(str(folder), load_summary(folder), {one.id: one.parameters for one in facts})

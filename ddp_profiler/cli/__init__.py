@@ -31,6 +31,7 @@ _COMMANDS = {
     "analyze": "Show where the step time of a run went.",
     "study": "Launch a training script at several dp and compare.",
     "predict": "Predict the step at other scales and settings.",
+    "compare": "Tell whether the step changed between two sets of launches, and where.",
     "trace": "Show where the step time went, from traces of torch.profiler.",
     "plan": "Plan a run: its batch, epochs, steps and training time.",
     "merge": "Join the folders that nodes without a shared file system kept.",
