@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
@@ -15,10 +14,10 @@ from ddp_profiler.analysis.compare import Comparison
 from ddp_profiler.analysis.comparison import (
     CANNOT_TELL,
     NO_DIFFERENCE,
-    Interval,
     LevelComparison,
     RowComparison,
 )
+from ddp_profiler.analysis.two_samples import Interval
 from ddp_profiler.report.text import table_of, text_console
 
 _NAMES_SHOWN = 3
@@ -90,7 +89,7 @@ def _names(folders: Sequence[str]) -> str:
         return folders[0]
     shown = ", ".join(folders[:_NAMES_SHOWN])
     more = ", ..." if len(folders) > _NAMES_SHOWN else ""
-    return f"{len(folders)} launches: {shown}{more}".replace(os.linesep, " ")
+    return f"{len(folders)} launches: {shown}{more}"
 
 
 def _verdict(level: LevelComparison, *, mixed: bool) -> Iterator[str]:
@@ -168,11 +167,11 @@ def _closing(comparison: Comparison) -> Iterator[str]:
             "times, in turns, or state what launches differ by, with --launch-sd."
         )
     else:
+        rate = units.percent(comparison.error_rate, 0)
         yield (
-            f"Anything at all is called a change in at most {units.percent(comparison.error_rate, 0)}"
-            " of comparisons of the same code. seen from: smallest change that would have been "
-            "called in 9 of 10 comparisons. An empty last column: no measurable difference; ?: "
-            "not judged."
+            f"Anything at all is called a change in at most {rate} of comparisons of the same "
+            "code. seen from: the smallest change that would have been called in 9 of 10 "
+            "comparisons. An empty last column: no measurable difference; ?: not judged."
         )
     if comparison.check is not None:
         yield from _check(comparison)
