@@ -47,8 +47,8 @@ SIDE = 5
 PAIRS = 20
 DRAWS = 2000
 _SEED = 20261202
-_COMMON = ("--dp", "2", "--steps", "10", "--warmup", "2", "--allreduce-max-mb", "0")
-_COMMON += ("--threads-per-rank", "1")
+_COMMON: tuple[str, ...] = ("--dp", "2", "--steps", "10", "--warmup", "2")
+_COMMON += ("--allreduce-max-mb", "0", "--threads-per-rank", "1")
 
 
 @dataclass(frozen=True)
