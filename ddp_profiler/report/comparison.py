@@ -21,6 +21,8 @@ from ddp_profiler.analysis.two_samples import Interval
 from ddp_profiler.report.text import table_of, text_console
 
 _NAMES_SHOWN = 3
+_ENOUGH = 5
+"""Launches a side that know their own spread about well."""
 _WORDS = {NO_DIFFERENCE: "", CANNOT_TELL: "?"}
 
 
@@ -110,7 +112,14 @@ def _verdict(level: LevelComparison, *, mixed: bool) -> Iterator[str]:
         yield (
             f"  smallest change that would have been seen (in 9 of 10 comparisons): "
             f"{units.ms(step.least_seen_ms)} ms, {_unsigned_pct(step.least_seen_pct)}"
+            f"{_how_sure(step)}"
         )
+
+
+def _how_sure(step: RowComparison) -> str:
+    launches = len(step.base_launches_ms), len(step.new_launches_ms)
+    few = max(launches) > 1 and min(launches) < _ENOUGH
+    return "; a guess, from so few launches" if few else ""
 
 
 def _cause(level: LevelComparison) -> str:
@@ -204,7 +213,8 @@ def _label(part: str) -> str:
 
 
 def _signed(value: float) -> str:
-    text = units.ms(value)
+    # No -0.00.
+    text = units.ms(0.0 if abs(value) < 0.005 else value)
     return text if text.startswith("-") else f"+{text}"
 
 
