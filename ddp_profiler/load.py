@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddp_profiler.analysis.comparability import Launch
 from ddp_profiler.analysis.detail import LevelDetail
 from ddp_profiler.analysis.parts import Columns
 from ddp_profiler.analysis.results import Summary
@@ -70,3 +71,13 @@ def _read(folder: Path) -> tuple[RunInfo, Mapping[int, Columns], list[int]]:
         if not spans.complete:
             incomplete.append(rank)
     return info, columns, incomplete
+
+
+def load_launch(folder: Path) -> Launch:
+    """Reads a run folder as one launch of a comparison.
+
+    Raises:
+        InputError: The folder holds no readable run, or files of another run.
+    """
+    facts = reader.read_run_info(folder).facts
+    return Launch(str(folder), load_summary(folder), {one.id: one.parameters for one in facts})

@@ -85,6 +85,29 @@ def _student(degrees: int) -> float:
     return float(stdtrit(degrees, 0.5 + _CONFIDENCE / 2))
 
 
+def mean_interval(values: Floats) -> tuple[float, float] | None:
+    """Returns the 95 % interval of the mean of values that resemble their neighbours.
+
+    Student's, of the means of blocks of n^(1/3) values (batch means; Law and Kelton). Of the
+    mean it says what a block bootstrap does, at a fraction of its cost.
+
+    Args:
+        values: In their order in time, shape [n].
+
+    Returns:
+        (low, high); None below 2 values.
+    """
+    count = len(values)
+    if count < 2:
+        return None
+    length = int(np.ceil(count ** (1 / 3)))
+    whole = max(count // length, 2)
+    means = np.array([block.mean() for block in np.array_split(values, whole)])
+    half = _student(whole - 1) * float(means.std(ddof=1)) / whole**0.5
+    mean = float(values.mean())
+    return mean - half, mean + half
+
+
 def difference(a: Distribution, b: Distribution) -> tuple[float, tuple[float, float] | None]:
     """Returns the median of ``a`` less that of ``b``, and its 95 % interval.
 

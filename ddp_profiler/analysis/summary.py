@@ -559,6 +559,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             step_ms.mean if step_ms else None,
         ),
         noise_scale=noise,
+        breakdown_ci95_ms=_breakdown_intervals(measured.breakdowns),
     )
 
 
@@ -730,6 +731,19 @@ def _mean_breakdown(breakdowns: Sequence[Breakdown]) -> Mapping[str, float | Non
     if not breakdowns:
         return dict.fromkeys(PARTS, None)
     return _finite({part: float(np.mean([b[part].mean() for b in breakdowns])) for part in PARTS})
+
+
+def _breakdown_intervals(
+    breakdowns: Sequence[Breakdown],
+) -> Mapping[str, tuple[float, float] | None] | None:
+    """Returns the interval of each part's mean, from the means over ranks of each step."""
+    if not breakdowns:
+        return None
+    found = {}
+    for part in PARTS:
+        values: Floats = np.mean([b[part] for b in breakdowns], axis=0)
+        found[part] = statistics.mean_interval(values) if np.isfinite(values).all() else None
+    return found
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | None]:

@@ -32,6 +32,7 @@ _COMMANDS = {
     "report": "Write report.html and plots of a run.",
     "study": "Launch a training script at several dp and compare.",
     "predict": "Predict the step at other scales and settings.",
+    "compare": "Tell whether the step changed between two sets of launches, and where.",
     "trace": "Show where the step time went, from traces of torch.profiler.",
     "plan": "Plan a run: its batch, epochs, steps and training time.",
     "merge": "Join the folders that nodes without a shared file system kept.",
