@@ -91,6 +91,7 @@ def as_json(
                 "steps": [
                     {
                         "step": step.step,
+                        "occurrence": step.occurrence,
                         "complete": step.complete,
                         "reductions": step.count,
                         "elements": step.elements,
@@ -147,7 +148,11 @@ def _rank(split: RankSplit, across: AcrossRanks) -> Mapping[str, Any]:
     return {
         "rank": split.rank,
         "steps": [
-            {"step": step.step.number, **_waiting(steps[place] if steps else None)}
+            {
+                "step": step.step.number,
+                "occurrence": step.step.occurrence,
+                **_waiting(steps[place] if steps else None),
+            }
             for place, step in enumerate(split.steps)
         ],
         "total": _waiting(total),
@@ -283,6 +288,7 @@ def _described(split: RankSplit, place: int) -> Mapping[str, Any]:
         "group_size": group_size(trace, group),
         "stream": stream if stream >= 0 else None,
         "step": split.steps[step].step.number if step >= 0 else None,
+        "step_occurrence": split.steps[step].step.occurrence if step >= 0 else None,
     }
 
 

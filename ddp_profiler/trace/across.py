@@ -67,7 +67,7 @@ class Meetings:
         clear: Whether the lag is more than twice the clocks' uncertainty, since the ends of both
             ranks may be off by it, [collective].
         told: Whether ends agree as they should, so that the collective counts, [collective].
-        step: Number of its step on the first rank; -1 for none, [collective].
+        step: ``Step.key`` of its step on the first rank; -1 for none, [collective].
     """
 
     match: GroupMatch
@@ -271,7 +271,7 @@ def _meetings(
             f"{name_ranks([found.ranks[end[worst].argmin()], found.ranks[end[worst].argmax()]])}.",
         )
     split = by_rank[found.ranks[0]]
-    of = np.array([step.step.number for step in split.steps] + [-1], np.int64)
+    of = np.array([step.step.key for step in split.steps] + [-1], np.int64)
     return Meetings(
         match=found,
         begin_ns=begin,

@@ -215,10 +215,14 @@ def _events(
     for place in range(0, len(split.steps), together or 1):
         yield from name_track(_STEPS, _NAMES[_STEPS])
         steps = [one.step for one in split.steps[place : place + together]]
-        name = f"step {steps[0].number}" + (" (incomplete)" if steps[0].incomplete else "")
+        name = f"step {steps[0].label}" + (" (incomplete)" if steps[0].incomplete else "")
         if len(steps) > 1:
-            name = f"steps {steps[0].number} to {steps[-1].number}"
-        begin, end = clock(np.array([steps[0].begin_ns, steps[-1].end_ns], np.int64)).tolist()
+            name = f"steps {steps[0].label} to {steps[-1].label}"
+        until = max(step.end_ns for step in steps)
+        if place + together < len(split.steps):
+            # Work belongs to the step that began last; slices of a track must not overlap.
+            until = min(until, split.steps[place + together].step.begin_ns)
+        begin, end = clock(np.array([steps[0].begin_ns, until], np.int64)).tolist()
         made.events += 1
         yield _slice(rank, _STEPS, name, begin, end, {})
     for track, name, found in _parts(split, across):
@@ -299,7 +303,8 @@ def _collectives(
         if group >= 0:
             arguments["group"] = trace.groups[group].label
         if step >= 0:
-            arguments["step"] = split.steps[step].step.number
+            one = split.steps[step].step
+            arguments["step"] = one.number if one.occurrence == 1 else one.label
         if place in last:
             arguments["last_rank"] = last[place]
         if not told[place]:

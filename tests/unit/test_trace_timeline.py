@@ -103,6 +103,29 @@ def test_slices_of_a_track_never_overlap(tmp_path):
     assert sum(len(v) for (_, t), v in by_track.items() if t.startswith("AllReduce")) == 20
 
 
+@pytest.mark.parametrize("most", [10**6, 20])
+def test_steps_do_not_overlap_whatever_their_annotations_do(most, tmp_path, monkeypatch):
+    from ddp_profiler.trace import timeline
+
+    monkeypatch.setattr(timeline, "_LEAST_OF_RANK", 20)
+    made = Recording()
+    for place in range(12):
+        made.kernel(1000 * place + 10, 20, launched=1000 * place + 1)
+        # Of two threads, each a little longer than until the next one.
+        made.step(place % 6, 1000 * place, 1300, tid=1 + place % 2)
+    _, _, _, content = written(made, tmp_path, most=most)
+    slices = tracks(content)[0, "steps"]
+    assert [slices[0][1], slices[-1][2]] == [0, 12_300]
+    assert all(before[2] <= after[1] for before, after in pairwise(slices))
+    if most > 20:
+        assert [name for name, _, _ in slices[4:8]] == [
+            "step 4",
+            "step 5",
+            "step 0 #2",
+            "step 1 #2",
+        ]
+
+
 def test_memory_and_idling(tmp_path):
     made = Recording()
     made.step(7, 0, 10_000)
