@@ -261,7 +261,7 @@ def _matched(
                     str(rank): us(ns + zero_ns)
                     for rank, ns in zip(found.ranks, meetings.begin_ns[row].tolist(), strict=True)
                 },
-                "transfer_us": us(transfer_ns),
+                "transfer_us": us(transfer_ns) if meetings.whole else None,
                 "wait_us_by_rank": {
                     str(rank): us(ns)
                     for rank, ns in zip(found.ranks, meetings.wait_ns[row].tolist(), strict=True)
@@ -269,7 +269,9 @@ def _matched(
                 "last_rank": found.ranks[last] if meets else None,
                 "lag_us": us(int(meetings.lag_ns[row])) if meets else None,
                 "last_is_clear": bool(meetings.clear[row]) if meets else None,
-                "busbw_gb_per_s": transfer_rate(first, place, transfer_ns) if meets else None,
+                "busbw_gb_per_s": transfer_rate(first, place, transfer_ns)
+                if meets and meetings.whole
+                else None,
             }
         yield result
 

@@ -253,11 +253,11 @@ def _parts(split: RankSplit, across: AcrossRanks) -> Iterator[tuple[int, str, In
         return
     compute = work(Work.COMPUTE)
     yield _COMPUTE, "compute", compute
-    wait_ns, told = waits_of(split, across.meetings)
+    wait_ns, _, whole = waits_of(split, across.meetings)
     joined = comm.begin_ns + wait_ns
-    transfer = union(joined[told], comm.end_ns[told])
-    untold = union(comm.begin_ns[~told], comm.end_ns[~told])
-    waits = union(comm.begin_ns[told], joined[told])
+    transfer = union(joined[whole], comm.end_ns[whole])
+    untold = union(joined[~whole], comm.end_ns[~whole])
+    waits = union(comm.begin_ns, joined)
     yield _EXPOSED, "exposed transfer", without(transfer, compute)
     yield _EXPOSED, "exposed communication", without(without(untold, transfer), compute)
     yield _EXPOSED, "exposed wait", without(without(without(waits, transfer), untold), compute)
@@ -277,7 +277,7 @@ def _collectives(
 ) -> Iterator[tuple[int, str, str, int, int, dict[str, Any]]]:
     """Yields track, its name, name, begin, end and arguments of waits and transfers."""
     found, trace = split.collectives, split.trace
-    wait_ns, told = waits_of(split, across.meetings)
+    wait_ns, _, whole = waits_of(split, across.meetings)
     last = _last_ranks(split, across)
     places = np.arange(len(found))
     keep = max(1, most // _SHARES)
@@ -307,13 +307,11 @@ def _collectives(
             arguments["step"] = one.number if one.occurrence == 1 else one.label
         if place in last:
             arguments["last_rank"] = last[place]
-        if not told[place]:
-            yield track, track_name, kind, begin[place], end[place], arguments
-            continue
         if joined[place] > begin[place]:
             yield track, track_name, f"{kind} wait", begin[place], joined[place], arguments
         if end[place] > joined[place] or joined[place] == begin[place]:
-            yield track, track_name, f"{kind} transfer", joined[place], end[place], arguments
+            name = f"{kind} transfer" if whole[place] else kind
+            yield track, track_name, name, joined[place], end[place], arguments
 
 
 def _last_ranks(split: RankSplit, across: AcrossRanks) -> Mapping[int, int]:

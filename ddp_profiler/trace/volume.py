@@ -408,6 +408,8 @@ def bandwidths(ranks: Sequence[RankSplit], across: AcrossRanks) -> tuple[Bandwid
     by_rank = {split.rank: split for split in ranks}
     transfer: dict[_Channel, list[float]] = {}
     for meeting in across.meetings:
+        if not meeting.whole:
+            continue
         first = by_rank[meeting.match.ranks[0]]
         for place in np.flatnonzero(meeting.meets & (meeting.transfer_ns > 0)).tolist():
             rate = transfer_rate(first, meeting.match.places[place, 0], meeting.transfer_ns[place])
