@@ -225,15 +225,22 @@ def _events(
         begin, end = clock(np.array([steps[0].begin_ns, until], np.int64)).tolist()
         made.events += 1
         yield _slice(rank, _STEPS, name, begin, end, {})
-    for track, name, found in _parts(split, across):
-        fewer, gap_ns = coarser(found, max(1, most // _SHARES))
+    for track, found in _parts(split, across):
+        names = list(found)
+        fewer, gap_ns = coarser(list(found.values()), len(names) * max(1, most // _SHARES))
         made.closed_gap_ns = max(made.closed_gap_ns, gap_ns)
         if fewer.begin_ns.size:
             yield from name_track(track, _NAMES[track])
         times = zip(clock(fewer.begin_ns).tolist(), clock(fewer.end_ns).tolist(), strict=True)
-        for begin, end in times:
+        for place, (begin, end) in enumerate(times):
             made.events += 1
-            yield _slice(rank, track, name, begin, end, {})
+            part = int(fewer.part[place])
+            if part >= 0:
+                yield _slice(rank, track, names[part], begin, end, {})
+                continue
+            lasted = zip(names, fewer.part_ns[place].tolist(), strict=True)
+            each = {f"{name.replace(' ', '_')}_us": ns / 1000 for name, ns in lasted if ns}
+            yield _slice(rank, track, _NAMES[track], begin, end, each)
     for track, track_name, name, begin, end, arguments in _collectives(
         split, across, clock, most, made
     ):
@@ -242,8 +249,8 @@ def _events(
         yield _slice(rank, track, name, begin, end, arguments)
 
 
-def _parts(split: RankSplit, across: AcrossRanks) -> Iterator[tuple[int, str, Intervals]]:
-    """Yields track, name and times of compute, exposed communication, memory and idling."""
+def _parts(split: RankSplit, across: AcrossRanks) -> Iterator[tuple[int, dict[str, Intervals]]]:
+    """Yields tracks, each with the names and times of its parts, which do not overlap."""
     gpu, comm = split.trace.gpu, split.collectives
 
     def work(kind: Work) -> Intervals:
@@ -252,16 +259,21 @@ def _parts(split: RankSplit, across: AcrossRanks) -> Iterator[tuple[int, str, In
     if not len(gpu):
         return
     compute = work(Work.COMPUTE)
-    yield _COMPUTE, "compute", compute
+    yield _COMPUTE, {"compute": compute}
     wait_ns, _, whole = waits_of(split, across.meetings)
     joined = comm.begin_ns + wait_ns
     transfer = union(joined[whole], comm.end_ns[whole])
     untold = union(joined[~whole], comm.end_ns[~whole])
     waits = union(comm.begin_ns, joined)
-    yield _EXPOSED, "exposed transfer", without(transfer, compute)
-    yield _EXPOSED, "exposed communication", without(without(untold, transfer), compute)
-    yield _EXPOSED, "exposed wait", without(without(without(waits, transfer), untold), compute)
-    yield _MEMORY, "memory", work(Work.MEMORY)
+    yield (
+        _EXPOSED,
+        {
+            "exposed transfer": without(transfer, compute),
+            "exposed communication": without(without(untold, transfer), compute),
+            "exposed wait": without(without(without(waits, transfer), untold), compute),
+        },
+    )
+    yield _MEMORY, {"memory": work(Work.MEMORY)}
     busy = union(
         np.concatenate((gpu.begin_ns, comm.begin_ns)), np.concatenate((gpu.end_ns, comm.end_ns))
     )
@@ -269,7 +281,7 @@ def _parts(split: RankSplit, across: AcrossRanks) -> Iterator[tuple[int, str, In
     first = [step.window_begin_ns for step in split.steps[:1]]
     begin = np.array([min([*first, int(busy.begin_ns[0])])]) if busy.begin_ns.size else gpu.begin_ns
     recorded = union(begin[:1], begin[:1] + split.total.window_ns)
-    yield _IDLE, "idle", without(recorded, busy)
+    yield _IDLE, {"idle": without(recorded, busy)}
 
 
 def _collectives(
