@@ -91,6 +91,7 @@ def as_json(
                 "steps": [
                     {
                         "step": step.step,
+                        "occurrence": step.occurrence,
                         "complete": step.complete,
                         "reductions": step.count,
                         "elements": step.elements,
@@ -147,7 +148,11 @@ def _rank(split: RankSplit, across: AcrossRanks) -> Mapping[str, Any]:
     return {
         "rank": split.rank,
         "steps": [
-            {"step": step.step.number, **_waiting(steps[place] if steps else None)}
+            {
+                "step": step.step.number,
+                "occurrence": step.step.occurrence,
+                **_waiting(steps[place] if steps else None),
+            }
             for place, step in enumerate(split.steps)
         ],
         "total": _waiting(total),
@@ -256,7 +261,7 @@ def _matched(
                     str(rank): us(ns + zero_ns)
                     for rank, ns in zip(found.ranks, meetings.begin_ns[row].tolist(), strict=True)
                 },
-                "transfer_us": us(transfer_ns),
+                "transfer_us": us(transfer_ns) if meetings.whole else None,
                 "wait_us_by_rank": {
                     str(rank): us(ns)
                     for rank, ns in zip(found.ranks, meetings.wait_ns[row].tolist(), strict=True)
@@ -264,7 +269,9 @@ def _matched(
                 "last_rank": found.ranks[last] if meets else None,
                 "lag_us": us(int(meetings.lag_ns[row])) if meets else None,
                 "last_is_clear": bool(meetings.clear[row]) if meets else None,
-                "busbw_gb_per_s": transfer_rate(first, place, transfer_ns) if meets else None,
+                "busbw_gb_per_s": transfer_rate(first, place, transfer_ns)
+                if meets and meetings.whole
+                else None,
             }
         yield result
 
@@ -283,6 +290,7 @@ def _described(split: RankSplit, place: int) -> Mapping[str, Any]:
         "group_size": group_size(trace, group),
         "stream": stream if stream >= 0 else None,
         "step": split.steps[step].step.number if step >= 0 else None,
+        "step_occurrence": split.steps[step].step.occurrence if step >= 0 else None,
     }
 
 

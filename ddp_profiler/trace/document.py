@@ -38,6 +38,8 @@ _RAW_EVENTS = msgspec.json.Decoder(list[msgspec.Raw])
 _TRUNCATED = "truncated"
 _EVENTS = "traceEvents"
 _ONLY_ONCE = (_EVENTS, "distributedInfo")
+_MORE_EVENTS = re.compile(rb'"traceEvents"\s*:')
+_LONGEST_FOUND = 64
 _BOM = b"\xef\xbb\xbf"
 _LOOK_BACK_TRIES = 64
 
@@ -238,16 +240,25 @@ class Document:
         """Reads the root; where that may be repaired, what is broken after the events is left."""
         try:
             self._object()
-        except InputError:
+        except _BrokenError:
+            # Only what is no JSON: other errors say that the file is of several processes, or
+            # that its data are damaged.
             if not (self._lenient and self._after_events):
                 raise
             self._notices.add("ignored_trailing")
             self._drain()
 
     def _drain(self) -> None:
-        self._at = len(self._text)
-        while self._fill():
-            self._at = len(self._text)
+        """Passes the rest, which must not hold another trace."""
+        while True:
+            found = _MORE_EVENTS.search(self._text, self._at)
+            if found is not None:
+                raise self._another(self._before + found.start())
+            # A key may be cut by the end of what is held.
+            self._at = max(self._at, len(self._text) - _LONGEST_FOUND)
+            if not self._fill():
+                self._at = len(self._text)
+                return
 
     def _object(self) -> None:
         if self._peek() == b"}":
@@ -525,7 +536,7 @@ class Document:
 
     def _another(self, position: int) -> InputError:
         return self._error(
-            f"has another trace within its events, near {self._byte(position)}: "
+            f"has another trace within its events or after them, near {self._byte(position)}: "
             "several processes wrote into one file",
             "Let each rank export to a file of its own, such as one with the rank in its name.",
         )
@@ -555,10 +566,10 @@ class Document:
             "Read it with --lenient, which repairs this and counts it, or export it again.",
         )
 
-    def _broken(self, what: str) -> InputError:
+    def _broken(self, what: str) -> _BrokenError:
         text = self._text[self._at :]
-        return self._error(
-            f"is no JSON at {self._byte(self.position)}: {what}: {_shown(text)}",
+        return _BrokenError(
+            f"{self._name} is no JSON at {self._byte(self.position)}: {what}: {_shown(text)}.",
             "Export the trace again.",
         )
 
@@ -567,6 +578,10 @@ class Document:
 
     def _error(self, what: str, remedy: str) -> InputError:
         return InputError(f"{self._name} {what}.", remedy)
+
+
+class _BrokenError(InputError):
+    """The root's text, outside of the events, is no JSON."""
 
 
 class _CutError(Exception):

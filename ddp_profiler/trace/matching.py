@@ -23,7 +23,7 @@ from ddp_profiler.trace.columns import Ints, median
 from ddp_profiler.trace.kernels import KINDS, Collective
 from ddp_profiler.trace.notices import Notices
 from ddp_profiler.trace.split import RankSplit
-from ddp_profiler.trace.steps import StepSource
+from ddp_profiler.trace.steps import StepSource, label_of
 
 Bools = npt.NDArray[np.bool_]
 
@@ -94,8 +94,8 @@ class Calls:
         elements: Elements; -1 where not said.
         index: Place among the rank's collectives of this kind and group.
         end_ns: End, in ns since 1970 where the trace says.
-        step: Number of the step, or of the next one for what lies between; None where steps have
-            no numbers that other ranks know.
+        step: ``Step.key`` of the step, or of the next one for what lies between; None where steps
+            have no numbers that other ranks know.
         inside: Whether it is within a step.
     """
 
@@ -240,7 +240,7 @@ def _sequence(
     inside = of_step >= 0
     step = None
     if numbered:
-        of = np.array([one.step.number for one in split.steps], np.int64)
+        of = np.array([one.step.key for one in split.steps], np.int64)
         step = np.full(places.size, _AFTER_ALL, np.int64)
         step[inside] = of[of_step[inside]]
         # What lies between steps goes with the next one.
@@ -552,7 +552,7 @@ def _said(found: Calls, at: int) -> str:
 def _step_of(found: Calls, at: int) -> str:
     if found.step is None or at >= len(found) or not found.inside[at]:
         return ""
-    return f" in step {int(found.step[at])}"
+    return f" in step {label_of(int(found.step[at]))}"
 
 
 def _group_match(

@@ -88,8 +88,8 @@ _MESSAGES = {
         "the other, so the file may hold several processes or GPUs that count as one."
     ),
     "repeated_step": (
-        "Numbers of ProfilerStep come more than once; those of one number count as one step, from "
-        "the first begin to the last end."
+        "Numbers of ProfilerStep come more than once: each time is a step of its own (N #2), those "
+        "that overlap are one. If the file holds several processes, figures are sums of theirs."
     ),
     "incomplete_step": "The first or last step is not recorded in full.",
     "steps_not_annotated": "The trace has no ProfilerStep annotations.",

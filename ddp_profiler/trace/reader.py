@@ -44,6 +44,7 @@ LONGEST_NS = 86_400 * 10**9
 
 _LONGEST_US = LONGEST_NS / 1000
 _NAMES_CACHED = 1 << 16
+_TOUCHES_NS = 2000
 _NO_WORK = -1
 _WORK_UNIT = 1 << 8
 _EMPTY = msgspec.Raw(b"")
@@ -633,6 +634,19 @@ def _refuse_several_processes(path: Path, collector: _Collector, notices: Notice
                 f"threads {one[2]} and {other[2]} are in ProfilerStep#{one[3]} and "
                 f"ProfilerStep#{other[3]} at once",
             )
+    latest: dict[str, tuple[int, int, str, int]] = {}
+    for step in sorted(steps, key=lambda one: (one[0], -one[1])):
+        _, end, thread, number = step
+        before = latest.setdefault(thread, step)
+        # An annotation ends before another of its thread begins, or lies within it whole; then it
+        # may be the same one, twice in the file. Rounded times touch.
+        same = number == before[3] and end <= before[1]
+        if step is not before and before[1] - step[0] > _TOUCHES_NS and not same:
+            raise _merged(
+                path,
+                f"thread {thread} is in ProfilerStep#{before[3]} and ProfilerStep#{number} at once",
+            )
+        latest[thread] = max(before, step, key=lambda one: one[1])
     numbers = Counter(number for *_, number in steps)
     again = [number for number, count in numbers.items() if count > 1]
     notices.add(

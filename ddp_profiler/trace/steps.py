@@ -25,6 +25,7 @@ _ALIKE = 0.95
 _LEAST_WORK_OF_A_STEP = 4
 _MOST_TIMES_A_STEP = 16
 _PERIODS_TRIED = 64
+_PER_OCCURRENCE = 1 << 40
 
 
 class StepSource(StrEnum):
@@ -46,12 +47,34 @@ class Step:
         begin_ns: Begin of the annotation, or of the first work where there is none.
         end_ns: End likewise.
         incomplete: Why it is not recorded in full; empty where it is, as far as it shows.
+        occurrence: Which of the steps of this number it is, from 1: a recording may count anew.
     """
 
     number: int
     begin_ns: int
     end_ns: int
     incomplete: str = ""
+    occurrence: int = 1
+
+    @property
+    def label(self) -> str:
+        """Name for people.
+
+        >>> Step(7, 0, 1).label, Step(7, 0, 1, occurrence=2).label
+        ('7', '7 #2')
+        """
+        return label_of(self.key)
+
+    @property
+    def key(self) -> int:
+        """What tells it from all others of its rank, the same on all ranks that count alike."""
+        return (self.occurrence - 1) * _PER_OCCURRENCE + self.number
+
+
+def label_of(key: int) -> str:
+    """Returns the name for people of the step with a ``Step.key``."""
+    again, number = divmod(key, _PER_OCCURRENCE)
+    return f"{number} #{again + 1}" if again else str(number)
 
 
 @dataclass(frozen=True)
@@ -107,15 +130,35 @@ def _none(size: int) -> npt.NDArray[np.int32]:
 
 
 def _annotated(marks: Sequence[Mark]) -> list[Step]:
-    """Returns steps from annotations; the same number on several streams is one step."""
-    spans: dict[int, tuple[int, int]] = {}
-    for mark in marks:
-        if mark.number is None:
-            continue
-        begin, end = spans.get(mark.number, (mark.begin_ns, mark.end_ns))
-        spans[mark.number] = (min(begin, mark.begin_ns), max(end, mark.end_ns))
-    found = sorted((begin, end, number) for number, (begin, end) in spans.items())
-    return [Step(number, begin, end) for begin, end, number in found]
+    """Returns steps from annotations of the CPU, or from those of the GPU.
+
+    Those of one number that overlap are one step, as where several threads have it. Those that
+    lie apart are steps of their own: one from the first begin to the last end would take in all
+    between them. On the GPU each stream has its own, and may begin a step when another is done
+    with it: there, a whole other step must lie between.
+    """
+    numbered = sorted(
+        (mark.begin_ns, mark.end_ns, mark.number, mark.on_gpu)
+        for mark in marks
+        if mark.number is not None
+    )
+    begins, ends = (
+        np.array([mark[place] for mark in numbered], np.int64).reshape(-1) for place in (0, 1)
+    )
+    latest: dict[int, Step] = {}
+    steps = []
+    for begin, end, number, on_gpu in numbered:
+        before = latest.get(number)
+        if before is None:
+            latest[number] = Step(number, begin, end)
+        elif begin < before.end_ns or (
+            on_gpu and not ((begins >= before.end_ns) & (ends <= begin)).any()
+        ):
+            latest[number] = replace(before, end_ns=max(before.end_ns, end))
+        else:
+            steps.append(before)
+            latest[number] = Step(number, begin, end, occurrence=before.occurrence + 1)
+    return sorted([*steps, *latest.values()], key=lambda one: (one.begin_ns, one.end_ns))
 
 
 def _between_optimizers(trace: RankTrace, marks: Sequence[Mark]) -> list[Step]:
@@ -317,6 +360,6 @@ def _marked(
             marked[place] = replace(marked[place], incomplete=reason)
     bad = [step for step in marked if step.incomplete]
     if bad:
-        detail = "; ".join(f"Step {step.number}: {step.incomplete}" for step in bad)
+        detail = "; ".join(f"Step {step.label}: {step.incomplete}" for step in bad)
         notices.add("incomplete_step", len(bad), f"{detail}.")
     return Steps(source, tuple(marked), of_work, of_host)

@@ -153,6 +153,7 @@ class StepReductions:
         bytes: Their bytes; None likewise.
         repeats: How often the same sequence of sizes comes in a row; 1 where it does not, or
             where all have one size, which says nothing.
+        occurrence: Which of the steps of this number it is, from 1.
     """
 
     step: int
@@ -161,6 +162,7 @@ class StepReductions:
     elements: int | None
     bytes: int | None
     repeats: int
+    occurrence: int = 1
 
 
 @dataclass(frozen=True)
@@ -322,6 +324,7 @@ def _step_reductions(split: RankSplit, place: int, chosen: Sequence[int]) -> Ste
         elements=sum(elements) if told else None,
         bytes=sum(known) if len(known) == len(sizes) else None,
         repeats=repeats(elements) if told else 1,
+        occurrence=step.occurrence,
     )
 
 
@@ -405,6 +408,8 @@ def bandwidths(ranks: Sequence[RankSplit], across: AcrossRanks) -> tuple[Bandwid
     by_rank = {split.rank: split for split in ranks}
     transfer: dict[_Channel, list[float]] = {}
     for meeting in across.meetings:
+        if not meeting.whole:
+            continue
         first = by_rank[meeting.match.ranks[0]]
         for place in np.flatnonzero(meeting.meets & (meeting.transfer_ns > 0)).tolist():
             rate = transfer_rate(first, meeting.match.places[place, 0], meeting.transfer_ns[place])

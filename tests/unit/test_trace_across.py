@@ -323,10 +323,37 @@ def test_messages_between_some_ranks_are_not_paired(tmp_path):
     assert waiting.exposed_untold_ns > 0
 
 
-def test_broadcasts_alone_tie_clocks_only_as_well_as_they_agree(tmp_path):
-    job = make_job(4, script=[Call("Broadcast")], offsets=OFFSETS)
+def root_is_done_early(job, ns):
+    """Shortens rank 0's broadcasts, of which the root's end tells nothing of the others'."""
+    for event in job.recordings[0].events:
+        if "Broadcast" in event["name"]:
+            event["dur"] = number(round(float(event["dur"].strip("@")) * 1000) - ns)
+    return job
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_broadcasts_alone_tie_no_clocks(world, tmp_path):
+    """A root that is always done 10 us early looks like a clock, and would be called late."""
+    job = root_is_done_early(make_job(4, world=world, script=[Call("Broadcast")] * 3), 10_000)
+    found, across = compared(job, tmp_path)
+    assert "at least 3 are needed, and there are 0. Broadcasts" in across.refused
+    assert across.lateness == ()
+    assert "late-rank" not in {one.id for one in analyse(found).findings}
+
+
+def test_broadcasts_move_no_clocks_beside_others(tmp_path):
+    script = [Call("Broadcast")] * 5 + [Call()]
+    job = root_is_done_early(make_job(4, script=script, offsets=OFFSETS), 10_000)
     _, across = compared(job, tmp_path)
     assert across.clocks.offset_ns == {0: 0, **OFFSETS}
+    assert across.clocks.num_collectives == 3
+
+
+def test_two_others_beside_broadcasts_are_too_few(tmp_path):
+    script = [Call("Broadcast")] * 5 + [Call()]
+    job = root_is_done_early(make_job(4, script=script, steps=2), 10_000)
+    _, across = compared(job, tmp_path)
+    assert "at least 3 are needed, and there are 2." in across.refused
 
 
 # ----------------------------------------------------------------------------------------------

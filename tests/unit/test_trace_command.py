@@ -93,6 +93,7 @@ def test_times_are_exact_in_json(tmp_path, capfd):
         "group_size": 2,
         "stream": 20,
         "step": None,
+        "step_occurrence": None,
         "begin_us": Decimal("1700000000123456.789"),
         "begin_us_by_rank": {"0": Decimal("1700000000123456.789")},
         "transfer_us": None,

@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 
 from ddp_profiler.errors import InputError
+from ddp_profiler.report import traces
+from ddp_profiler.trace.across import compare
+from ddp_profiler.trace.gather import read_ranks
 from ddp_profiler.trace.matching import _fitting_shifts, _scatter_ns
 from ddp_profiler.trace.reader import read_trace
 from ddp_profiler.trace.split import split
 
 from .kineto import ALL_REDUCE, PID, Recording, number, training
+from .traced_job import make_job
 
 
 def counts(trace):
@@ -56,13 +60,50 @@ def test_two_processes_with_one_pid_are_told_by_their_threads(hosts, tmp_path):
         read_trace(path)
 
 
-def test_what_may_be_two_processes_is_said(hosts, tmp_path):
-    """Same pid, thread, names and numbers of steps: nothing tells for certain."""
+def test_two_processes_with_one_thread_are_told_by_its_steps(hosts, tmp_path):
+    """A thread cannot be in one step twice at once, partly."""
     path = merged(*(named(made, "python3") for made in hosts)).write(tmp_path / "rank0.json")
-    found = read_trace(path)
+    with pytest.raises(InputError, match=r"thread 4711 is in ProfilerStep#0 and ProfilerStep#\d"):
+        read_trace(path)
+
+
+def overlapping(share):
+    """Two steps, of which this share of the shorter one is in both, on two threads."""
+    made = Recording()
+    made.kernel(10, 20, launched=5)
+    made.step(1, 0, 100_000)
+    made.step(2, 100_000 - int(share * 50_000), 50_000, tid=PID + 1)
+    return made
+
+
+def test_steps_of_two_threads_may_overlap_by_half(tmp_path):
+    path = overlapping(0.4).write(tmp_path / "rank0.json")
+    assert len(read_trace(path).marks) == 2
+    with pytest.raises(InputError, match="at once"):
+        read_trace(overlapping(0.6).write(path))
+
+
+def test_an_annotation_that_is_twice_in_a_file_is_no_other_process(tmp_path):
+    made = Recording()
+    made.kernel(10, 20, launched=5)
+    for begin, length in ((0, 100_000), (0, 100_000), (0, 90_000), (5000, 90_000)):
+        made.step(1, begin, length)
+    made.step(2, 98_500, 100_000)
+    found = split(read_trace(made.write(tmp_path / "rank0.json")), 0)
+    assert counts(found)["repeated_step"] == 3
+    assert [step.step.label for step in found.steps] == ["1", "2"]
+
+
+def test_what_may_be_two_processes_is_said(tmp_path):
+    """Same pid, thread, names and numbers of steps, one after the other: nothing is certain."""
+    one, other = (named(training(seed, steps=9)[0], "python3") for seed in range(2))
+    for event in other.events:
+        if "ProfilerStep" in event["name"]:
+            event["ts"] = number(round(float(event["ts"].strip("@")) * 1000) + 10**9)
+    found = read_trace(merged(one, other).write(tmp_path / "rank0.json"))
     assert counts(found)["repeated_step"] == 9
-    split_counts = counts(split(found, 0))
-    assert split_counts["streams_overlap"] > 10
+    assert "figures are sums of theirs" in found.warnings[0].message
+    assert counts(split(found, 0))["streams_overlap"] > 10
 
 
 @pytest.mark.parametrize("key", ["traceEvents", "distributedInfo"])
@@ -94,6 +135,45 @@ def test_steps_of_one_number_are_counted(tmp_path):
     found = read_trace(made.write(tmp_path / "rank0.json"))
     assert counts(found)["repeated_step"] == 2
     assert "ProfilerStep#5, 3 times" in found.warnings[0].message
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_steps_of_one_number_are_kept_apart(on_gpu, tmp_path):
+    """A recording that counts anew: no step takes in the work of those between."""
+    made = Recording()
+    for cycle in range(2):
+        for number_ in range(3):
+            begin = 100_000 * (3 * cycle + number_)
+            if on_gpu:
+                # Streams are done with a step at other times; the second one begins it later.
+                made.event("gpu_user_annotation", f"ProfilerStep#{number_}", begin, 60_000, tid=7)
+                made.event(
+                    "gpu_user_annotation", f"ProfilerStep#{number_}", begin + 70_000, 20_000, tid=9
+                )
+            else:
+                made.step(number_, begin, 90_000)
+            length = 1000 * (10 * cycle + number_ + 1)
+            made.kernel(begin + 20_000, length, launched=None if on_gpu else begin + 10)
+    found = split(read_trace(made.write(tmp_path / "rank0.json")), 0)
+    assert [step.step.label for step in found.steps] == ["0", "1", "2", "0 #2", "1 #2", "2 #2"]
+    expected = [1000, 2000, 3000, 11_000, 12_000, 13_000]
+    assert [step.parts.compute_ns for step in found.steps] == expected
+    assert all(step.parts.window_ns == 90_000 for step in found.steps)
+    shown = traces.as_json(read_ranks([tmp_path]))["ranks"][0]["steps"]
+    assert [(step["step"], step["occurrence"]) for step in shown[2:4]] == [(2, 1), (0, 2)]
+
+
+def test_ranks_that_count_anew_are_compared(tmp_path):
+    job = make_job(2, world=2, steps=6)
+    for made in job.recordings.values():
+        for event in made.events:
+            if "ProfilerStep" in event["name"]:
+                event["name"] = f"ProfilerStep#{int(event['name'].partition('#')[2]) % 3}"
+    found = read_ranks([job.write(tmp_path / "job")])
+    across = compare(found.ranks)
+    assert across.refused == ""
+    assert sum(len(one.match) for one in across.meetings) == len(job.met)
+    assert {one.steps for one in across.lateness} == {6}
 
 
 @pytest.mark.parametrize("lenient", [False, True])
