@@ -21,6 +21,13 @@ from ddp_profiler.errors import EXIT_CHECK_FAILED, EXIT_DONE
     "for each GPU, else 2]",
 )
 @click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Nodes of the run: with one, what only other nodes would stumble on is left out; with "
+    "several, a loopback interface is an ERROR.  [default: what the launcher says]",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path),
     default=Path("runs"),
@@ -29,7 +36,7 @@ from ddp_profiler.errors import EXIT_CHECK_FAILED, EXIT_DONE
     help="Where run folders would be written.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with all facts that were read.")
-def command(ranks: int | None, out: Path, as_json: bool) -> int:
+def command(ranks: int | None, nodes: int | None, out: Path, as_json: bool) -> int:
     """Look at this machine before a run: what decides the speed of several ranks.
 
     torch and NCCL (the library that is loaded, and the wheels), driver, GPUs and their
@@ -44,7 +51,8 @@ def command(ranks: int | None, out: Path, as_json: bool) -> int:
     \b
     Examples:
         ddp-profiler doctor
-        ddp-profiler doctor --ranks 8 --out /scratch/runs
+        ddp-profiler doctor --nodes 1
+        ddp-profiler doctor --nodes 4 --ranks 8 --out /scratch/runs
         ddp-profiler doctor --json
         srun --nodes=2 --ntasks-per-node=1 ddp-profiler doctor --ranks 8
 
@@ -55,7 +63,7 @@ def command(ranks: int | None, out: Path, as_json: bool) -> int:
     from ddp_profiler.doctor import examination, text
     from ddp_profiler.report import console
 
-    found = examination.examine(examination.readers(out), ranks)
+    found = examination.examine(examination.readers(out), ranks, nodes)
     # None where stdout is closed, as write_out then says.
     encoding = getattr(sys.stdout, "encoding", None)
     if as_json:

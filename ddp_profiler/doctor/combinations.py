@@ -80,10 +80,11 @@ KNOWN = (
             and any("RTX 40" in name for name in s.gpus)
             and _below(s.driver, "550.40.07")
         ),
-        "GPUs of the RTX 40 series with driver {setting.driver}: before 550.40.07 it offers direct "
-        "access between them that does not work, and NCCL hangs or fails.",
+        "GPUs of the RTX 40 series with driver {setting.driver}: NCCL was seen to hang, since "
+        "direct access between them was offered and did not work; Accelerate trusts 550.40.07 and "
+        "later.",
         "Update the driver, or export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1.",
-        "https://github.com/huggingface/accelerate/pull/2195",
+        "https://github.com/NVIDIA/nccl-tests/issues/117",
     ),
     Combination(
         "nccl-2.29.2",

@@ -31,6 +31,7 @@ class Examination:
         hostname: Its name.
         ranks: Ranks that were reckoned with on it.
         ranks_from: Where that number comes from.
+        nodes: Nodes of the run; None where neither the user nor a launcher says.
         sections: Verdicts by topic.
         facts: Facts by topic, as they were read.
     """
@@ -38,6 +39,7 @@ class Examination:
     hostname: str
     ranks: int
     ranks_from: str
+    nodes: int | None
     sections: tuple[Section, ...]
     facts: Mapping[str, Any]
 
@@ -82,6 +84,7 @@ def readers(
 def examine(
     sources: Mapping[str, Reader],
     ranks: int | None = None,
+    nodes: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Examination:
     """Reads and judges everything; never raises, and ends when the longest limit is over.
@@ -89,21 +92,24 @@ def examine(
     Args:
         sources: As :func:`readers` returns them.
         ranks: That would be started on this node; None: see :func:`count_ranks`.
+        nodes: Nodes of the run; None: see :func:`count_nodes`.
         environ: Variables.
     """
-    return judge(read_all(sources), ranks, environ)
+    return judge(read_all(sources), ranks, nodes, environ)
 
 
 def judge(
     facts: Mapping[str, Any],
     ranks: int | None = None,
+    nodes: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Examination:
     """Judges facts that were read; a pure function of them.
 
     Args:
         facts: By topic; :class:`Unread` where they are not known.
-        ranks: That would be started on this node.
+        ranks: That would be started on this node; None: see :func:`count_ranks`.
+        nodes: Nodes of the run; None: see :func:`count_nodes`.
         environ: Variables.
     """
 
@@ -117,6 +123,7 @@ def judge(
     names = tuple(gpu.name for gpu in cards.gpus) if cards is not None else ()
     on_gpus = bool(seen or names)
     rdma = bool(net is not None and net.rdma)
+    nodes = nodes or count_nodes(environ)
     count, source = count_ranks(ranks, seen or len(names), known("cores"), environ)
 
     def section(topic: str, needs: str, *judges: Callable[[Any], list[Verdict]]) -> Section:
@@ -140,17 +147,17 @@ def judge(
     sections = (
         section("torch and NCCL", "software", software.judge_torch, software.judge_nccl),
         section("GPUs", "gpus", lambda f: gpus.judge_gpus(f, torch), gpus.judge_links),
-        section("network", "network", lambda f: network.judge_network(f, nccl=has_nccl)),
-        section("names", "names", network.judge_names),
+        section("network", "network", lambda f: network.judge_network(f, nodes, nccl=has_nccl)),
+        section("names", "names", lambda f: network.judge_names(f, nodes)),
         section("ports", "ports", network.judge_ports),
         section("cores and threads", "cores", lambda f: host.judge_cores(f, count, gpus=on_gpus)),
-        section("time", "clock", host.judge_clock),
+        section("time", "clock", lambda f: host.judge_clock(f, nodes)),
         section("disk", "disk", host.judge_disk),
         section("limits", "limits", lambda f: host.judge_limits(f, count, rdma=rdma)),
         Section("variables", tuple(judge_variables(environ, gpu=on_gpus, rdma=rdma))),
         Section("known combinations", tuple(judge_combinations(setting))),
     )
-    return Examination(socket.gethostname(), count, source, sections, dict(facts))
+    return Examination(socket.gethostname(), count, source, nodes, sections, dict(facts))
 
 
 def count_ranks(
@@ -173,12 +180,22 @@ def count_ranks(
     return (1, "one core") if one else (2, "no GPU")
 
 
+def count_nodes(environ: Mapping[str, str]) -> int | None:
+    """Returns how many nodes the launcher says that the run has; None where it says nothing."""
+    for name in ("SLURM_NNODES", "GROUP_WORLD_SIZE"):
+        text = environ.get(name, "")
+        if text.isdecimal() and int(text) > 0:
+            return int(text)
+    return None
+
+
 def as_json(examination: Examination) -> dict[str, Any]:
     """Returns the examination as what JSON can hold."""
     return {
         "hostname": examination.hostname,
         "ranks": examination.ranks,
         "ranks_from": examination.ranks_from,
+        "nodes": examination.nodes,
         "can_run": examination.can_run,
         "counts": {k.replace(" ", "_"): v for k, v in examination.counts.items()},
         "checks": [

@@ -360,8 +360,13 @@ def _judge_threads(facts: CoreFacts, ranks: int, *, gpus: bool) -> Verdict:
     )
 
 
-def judge_clock(facts: ClockFacts) -> list[Verdict]:
-    """Judges the time source: quick, fine, and kept right."""
+def judge_clock(facts: ClockFacts, nodes: int | None) -> list[Verdict]:
+    """Judges the time source: quick, fine, and kept right.
+
+    Args:
+        facts: Of this node.
+        nodes: Nodes of the run; None where not known.
+    """
     verdicts = []
     cost = f"one reading takes {facts.reading_ns:.0f} ns"
     if facts.source is None:
@@ -397,13 +402,18 @@ def judge_clock(facts: ClockFacts) -> list[Verdict]:
     elif facts.synchronised:
         within = f", within {facts.error_ms:g} ms" if facts.error_ms is not None else ""
         verdicts.append(ok("clock-sync", f"Real time is kept right{within}."))
+    elif nodes == 1:
+        verdicts.append(
+            not_applicable("clock-sync", "Nothing keeps real time right; one node does without.")
+        )
     else:
         verdicts.append(
             warning(
                 "clock-sync",
                 "Nothing keeps real time right. ddp_profiler compares clocks itself; logs and "
                 "traces of several nodes will not fit together.",
-                "Start chrony or systemd-timesyncd; a single node needs nothing.",
+                "Start chrony or systemd-timesyncd."
+                + (" A single node needs nothing." if nodes is None else ""),
             )
         )
     return verdicts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import time
@@ -113,7 +114,6 @@ class NameFacts:
         localhost: What ``localhost`` resolves to.
         master: ``MASTER_ADDR``; None where not set.
         master_addresses: What it resolves to.
-        several_nodes: Whether the launcher says that there are several nodes.
     """
 
     hostname: str
@@ -123,7 +123,6 @@ class NameFacts:
     localhost: tuple[str, ...] = ("127.0.0.1",)
     master: str | None = None
     master_addresses: tuple[str, ...] = ()
-    several_nodes: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,8 +178,8 @@ def nccl_order(interfaces: Sequence[Interface]) -> tuple[Interface, ...]:
     """Returns what NCCL takes where ``NCCL_SOCKET_IFNAME`` is not set.
 
     Interfaces whose name begins with ``ib``; without any, all but those of Docker, loopback and
-    libvirt; without any, Docker's, then loopback, then libvirt's. (NCCL's socket.cc; libvirt's
-    are left out since NCCL 2.28, and were taken like others before.)
+    libvirt; without any, Docker's, then loopback, then libvirt's. (NCCL's socket.cc; older
+    versions take libvirt's like others.)
     """
     usable = [i for i in interfaces if i.addresses]
 
@@ -222,7 +221,6 @@ def read_names(environ: Mapping[str, str] = os.environ) -> NameFacts:
         localhost=_resolve("localhost"),
         master=master,
         master_addresses=_resolve(master) if master else (),
-        several_nodes=_several_nodes(environ),
     )
 
 
@@ -243,22 +241,25 @@ def read_ports(environ: Mapping[str, str] = os.environ) -> PortFacts:
     )
 
 
-def judge_network(facts: NetworkFacts, *, nccl: bool) -> list[Verdict]:
+def judge_network(facts: NetworkFacts, nodes: int | None, *, nccl: bool) -> list[Verdict]:
     """Judges what gloo and NCCL would use.
 
     Args:
         facts: Of this node.
+        nodes: Nodes of the run; None where not known.
         nccl: Whether this torch has NCCL and there is a GPU to use it.
     """
-    verdicts = [_judge_choice("gloo", GLOO_VARIABLE, facts.gloo, facts)]
+    verdicts = [_judge_choice("gloo", GLOO_VARIABLE, facts.gloo, facts, nodes)]
     if nccl:
-        verdicts.append(_judge_choice("nccl", NCCL_VARIABLE, facts.nccl, facts))
+        verdicts.append(_judge_choice("nccl", NCCL_VARIABLE, facts.nccl, facts, nodes))
     else:
         verdicts.append(not_applicable("nccl-interface", "Interface of NCCL: NCCL is not used."))
     return [*verdicts, _judge_rdma(facts.rdma)]
 
 
-def _judge_choice(backend: str, variable: str, choice: Choice, facts: NetworkFacts) -> Verdict:
+def _judge_choice(
+    backend: str, variable: str, choice: Choice, facts: NetworkFacts, nodes: int | None
+) -> Verdict:
     id = f"{backend}-interface"
     name = {"gloo": "gloo", "nccl": "NCCL"}[backend]
     if choice.problem is not None:
@@ -276,20 +277,24 @@ def _judge_choice(backend: str, variable: str, choice: Choice, facts: NetworkFac
     down = [n for n in choice.interfaces if n in facts.states and not facts.states[n].up]
     if down:
         return warning(id, f"{what} {down[0]} is down.", f"{advice}, or bring it up.")
+    advice = f"{advice}, or let the hostname resolve to an address that the others reach."
     if all(is_loopback(address) for address in choice.addresses):
-        return warning(
+        if nodes == 1:
+            return ok(id, what)
+        says, prefix = (warning, "On several nodes: ") if nodes is None else (error, "")
+        return says(
             id,
-            f"{what} Other nodes cannot reach it; on a single node it is right.",
-            f"On several nodes: {advice[0].lower()}{advice[1:]}, or let the hostname resolve to "
-            "an address that the others reach.",
+            f"{what} Other nodes cannot reach it"
+            + ("; on a single node it is right." if nodes is None else "."),
+            (prefix + (advice[0].lower() + advice[1:] if prefix else advice)),
         )
     virtual = [n for n in choice.interfaces if n.startswith(_VIRTUAL)]
-    if virtual:
+    if virtual and nodes != 1:
         return warning(
-            id,
-            f"{what} {virtual[0]} looks like a bridge or tunnel of this node.",
-            f"On several nodes: {advice[0].lower()}{advice[1:]}.",
+            id, f"{what} {virtual[0]} looks like a bridge or tunnel of this node.", advice
         )
+    if nodes == 1:
+        return ok(id, what)
     rates = [facts.states[n].speed_mbit for n in choice.interfaces if n in facts.states]
     faster = [
         n
@@ -320,9 +325,14 @@ def _judge_rdma(ports: Sequence[RdmaPort]) -> Verdict:
     return ok("rdma", f"InfiniBand or RoCE: {shown}.")
 
 
-def judge_names(facts: NameFacts) -> list[Verdict]:
-    """Judges how the own name and the meeting place resolve."""
-    verdicts = [_judge_hostname(facts)]
+def judge_names(facts: NameFacts, nodes: int | None) -> list[Verdict]:
+    """Judges how the own name and the meeting place resolve.
+
+    Args:
+        facts: Of this node.
+        nodes: Nodes of the run; None where not known.
+    """
+    verdicts = [_judge_hostname(facts, nodes)]
     if not facts.localhost:
         verdicts.append(
             error(
@@ -343,25 +353,27 @@ def judge_names(facts: NameFacts) -> list[Verdict]:
                 "Name node 0 by an address or by a name that each node resolves.",
             )
         )
-    elif facts.several_nodes and all(is_loopback(address) for address in found):
+    elif (nodes or 1) > 1 and all(is_loopback(address) for address in found):
         verdicts.append(
             error(
                 "master-address",
-                f"MASTER_ADDR={facts.master} is this node itself ({found[0]}), and the launcher "
-                "says that there are several nodes.",
+                f"MASTER_ADDR={facts.master} is {found[0]}: each of {nodes} nodes would look for "
+                "the others on itself.",
                 "Set it to an address of node 0 that the others reach.",
             )
         )
     else:
-        here = "this node" if set(found) & set(facts.own) or is_loopback(found[0]) else "another"
-        where = "this node" if here == "this node" else "another node"
+        here = set(found) & set(facts.own) or is_loopback(found[0])
+        where = "this node" if here else "another node"
         verdicts.append(ok("master-address", f"MASTER_ADDR={facts.master} is {found[0]}, {where}."))
     return verdicts
 
 
-def _judge_hostname(facts: NameFacts) -> Verdict:
+def _judge_hostname(facts: NameFacts, nodes: int | None) -> Verdict:
     id, name, found = "hostname", facts.hostname, facts.addresses
     entry = "Give it this node's address in DNS or /etc/hosts"
+    if not found and nodes == 1:
+        return ok(id, f"The hostname {name} does not resolve; a single node does without.")
     if not found:
         return warning(
             id,
@@ -376,12 +388,13 @@ def _judge_hostname(facts: NameFacts) -> Verdict:
             f"The hostname {name} took {facts.seconds:.1f} s to resolve ({shown}).",
             "Put it into /etc/hosts, or look at the name servers in /etc/resolv.conf.",
         )
-    if all(is_loopback(address) for address in found):
+    if all(is_loopback(address) for address in found) and nodes != 1:
         return warning(
             id,
             f"The hostname {name} resolves to {shown}: on several nodes ranks would offer "
             "loopback to each other.",
-            f"{entry}, or set {GLOO_VARIABLE}. A single node needs nothing.",
+            f"{entry}, or set {GLOO_VARIABLE}."
+            + (" A single node needs nothing." if nodes is None else ""),
         )
     if not any(address in facts.own or is_loopback(address) for address in found):
         return warning(
@@ -450,15 +463,6 @@ def _resolve(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
-def _several_nodes(environ: Mapping[str, str]) -> bool:
-    def number(name: str) -> int:
-        text = environ.get(name, "")
-        return int(text) if text.isdecimal() else 1
-
-    ranks = number("WORLD_SIZE") > number("LOCAL_WORLD_SIZE") and "LOCAL_WORLD_SIZE" in environ
-    return ranks or max(map(number, ("SLURM_NNODES", "GROUP_WORLD_SIZE", "NNODES"))) > 1
-
-
 def _port(text: str | None) -> int | None:
     if text is None or not text.isdecimal() or not 0 < int(text) < 65536:
         return None
@@ -483,6 +487,4 @@ def _can_listen(port: int) -> bool:
 
 def _has_ipv6(problem: OSError) -> bool:
     """Tells a port in use from a system without IPv6."""
-    import errno
-
     return problem.errno in (errno.EADDRINUSE, errno.EACCES)

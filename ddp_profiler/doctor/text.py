@@ -26,10 +26,11 @@ def render(examination: Examination, *, color: bool = False) -> str:
     """Returns the verdicts topic by topic, and what they amount to."""
     output = io.StringIO()
     console = text_console(output, color=color)
-    ranks = examination.ranks
+    ranks, nodes = examination.ranks, examination.nodes
+    of = "" if nodes is None else f" of a run on {nodes} node{'' if nodes == 1 else 's'}"
     console.print(
         f"{units.printable(examination.hostname)}, for {ranks} rank{'' if ranks == 1 else 's'} "
-        f"({examination.ranks_from})"
+        f"({examination.ranks_from}){of}"
     )
     for section in examination.sections:
         console.print(f"\n{section.topic}", style="bold")
@@ -45,7 +46,8 @@ def _lines(verdict: Verdict) -> list[str]:
     if verdict.remedy is not None:
         lines += _wrapped("       ->", verdict.remedy)
     if verdict.source is not None:
-        lines += _wrapped("", verdict.source)
+        # In one piece, so that it can be copied.
+        lines.append(verdict.source.rjust(min(WIDTH, _INDENT + len(verdict.source))))
     return lines
 
 

@@ -16,6 +16,7 @@ _TIMING = "https://github.com/pytorch/pytorch/issues/143890"
 _LAUNCH = "https://discuss.pytorch.org/t/160924"
 _CONNECTIONS = "https://github.com/pytorch/torchtitan/issues/1147"
 _CUDA = "https://docs.pytorch.org/docs/stable/cuda_environment_variables.html"
+_TLS = "https://github.com/pytorch/pytorch/pull/56442"
 _ENOUGH_SHOWN = 60
 
 _ON = r"(?i)1|y|yes|t|true|on"
@@ -197,7 +198,7 @@ HURTING = (
         r"(?i)TCP_TLS",
         "gloo encrypts what ranks exchange, on the processor.",
         "unset GLOO_DEVICE_TRANSPORT on a network that you trust",
-        _DISTRIBUTED,
+        _TLS,
     ),
 )
 """What is looked for, in the order in which it is shown."""
