@@ -1008,6 +1008,16 @@ def test_every_combination_has_its_numbers_filled_in():
     assert not [v.message for v in found if "{" in v.message or "None" in v.message]
 
 
+def test_documents_name_each():
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    for name in [e.name for e in variables.HURTING] + [k.id for k in combinations.KNOWN]:
+        assert f"`{name}`" in page, name
+    sources = {e.source for e in variables.HURTING} | {k.source for k in combinations.KNOWN}
+    assert not [source for source in sources if source not in page]
+    for topic in good_facts():
+        assert f"`{topic}`" in page, topic
+
+
 # the whole
 
 
