@@ -146,7 +146,12 @@ def judge(
     )
     sections = (
         section("torch and NCCL", "software", software.judge_torch, software.judge_nccl),
-        section("GPUs", "gpus", lambda f: gpus.judge_gpus(f, torch), gpus.judge_links),
+        section(
+            "GPUs",
+            "gpus",
+            lambda f: gpus.judge_gpus(f, torch),
+            lambda f: gpus.judge_links(f, torch),
+        ),
         section("network", "network", lambda f: network.judge_network(f, nodes, nccl=has_nccl)),
         section("names", "names", lambda f: network.judge_names(f, nodes)),
         section("ports", "ports", network.judge_ports),

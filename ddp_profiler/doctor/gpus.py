@@ -12,6 +12,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import psutil
 from packaging.version import Version
 
 from ddp_profiler import units
@@ -47,9 +48,10 @@ class Gpu:
     Attributes:
         index: The driver's number of it.
         name: The product.
+        uuid: Its own name; None where not known.
         memory_bytes: Its memory.
         used_bytes: Of it in use.
-        processes: How many other processes compute on it.
+        processes: How many processes compute on it that are not of this examination.
         capability: Compute capability, as ``9.0``.
         exclusive: Compute mode: ``prohibited``, ``exclusive`` or None for the usual one.
         mig: Whether it is divided by MIG.
@@ -61,6 +63,7 @@ class Gpu:
 
     index: int
     name: str
+    uuid: str | None = None
     memory_bytes: int | None = None
     used_bytes: int | None = None
     processes: int | None = None
@@ -137,12 +140,12 @@ def read_gpus(library: Any = None, root: Path = Path("/")) -> GpuFacts:
 
 def judge_gpus(facts: GpuFacts, torch: TorchFacts | None) -> list[Verdict]:
     """Judges driver and GPUs: that torch can use them, that they are alike, idle and healthy."""
-    gpus = facts.gpus
-    if not gpus:
+    if not facts.gpus:
         return [_judge_absence(facts, torch)]
+    gpus = _seen(facts.gpus, torch)
     verdicts = [_judge_driver(facts, torch), _judge_kinds(gpus)]
     if torch is not None and torch.version is not None:
-        verdicts += _judge_use(facts, torch)
+        verdicts += _judge_use(facts.gpus, gpus, torch)
     for gpu in gpus:
         verdicts += _judge_state(gpu)
     away = [g for g in gpus if facts.own_nodes and g.numa_node not in (None, *facts.own_nodes)]
@@ -158,11 +161,20 @@ def judge_gpus(facts: GpuFacts, torch: TorchFacts | None) -> list[Verdict]:
     return verdicts
 
 
-def judge_links(facts: GpuFacts) -> list[Verdict]:
+def judge_links(facts: GpuFacts, torch: TorchFacts | None) -> list[Verdict]:
     """Judges the links: NVLinks that are down, PCIe narrower than it could be, the ways between."""
     if not facts.gpus:
         return [not_applicable("gpu-links", "Links between GPUs: no GPU was read.")]
-    return [_judge_nvlinks(facts.gpus), *_judge_pcie(facts.gpus), *_judge_pairs(facts)]
+    gpus = _seen(facts.gpus, torch)
+    numbers = {gpu.index for gpu in gpus}
+    pairs = [pair for pair in facts.pairs if {pair.first, pair.second} <= numbers]
+    return [_judge_nvlinks(gpus), *_judge_pcie(gpus), _judge_pairs(gpus, pairs)]
+
+
+def _seen(gpus: tuple[Gpu, ...], torch: TorchFacts | None) -> tuple[Gpu, ...]:
+    """Returns the GPUs that torch sees; all where it sees none, or none that is known."""
+    uuids = set(torch.uuids) if torch is not None else set()
+    return tuple(g for g in gpus if (g.uuid or "").removeprefix("GPU-") in uuids) or gpus
 
 
 def _judge_absence(facts: GpuFacts, torch: TorchFacts | None) -> Verdict:
@@ -216,13 +228,13 @@ def _judge_kinds(gpus: Sequence[Gpu]) -> Verdict:
     return ok("gpus", f"{what}.")
 
 
-def _judge_use(facts: GpuFacts, torch: TorchFacts) -> list[Verdict]:
+def _judge_use(there: Sequence[Gpu], seen: Sequence[Gpu], torch: TorchFacts) -> list[Verdict]:
     id = "gpu-use"
     if torch.cuda is None:
         return [
             warning(
                 id,
-                f"torch is not built for CUDA and sees none of the {len(facts.gpus)} GPUs.",
+                f"torch is not built for CUDA and sees none of the {len(there)} GPUs.",
                 "Install a CUDA build of torch: pytorch.org names the command.",
             )
         ]
@@ -231,19 +243,19 @@ def _judge_use(facts: GpuFacts, torch: TorchFacts) -> list[Verdict]:
         return [
             warning(
                 id,
-                f"torch sees none of the {len(facts.gpus)} GPUs: {why}.",
+                f"torch sees none of the {len(there)} GPUs: {why}.",
                 "Look at CUDA_VISIBLE_DEVICES and at the driver; a run would use CPUs and gloo.",
             )
         ]
-    verdicts = [ok(id, f"torch sees {torch.device_count} of {len(facts.gpus)} GPUs.")]
-    newest = [int(a.removeprefix("sm_").rstrip("af")) for a in torch.architectures if "sm_" in a]
-    for gpu in facts.gpus:
-        if not gpu.capability or not newest:
+    verdicts = [ok(id, f"torch sees {torch.device_count} of {len(there)} GPUs.")]
+    codes = [int(a.removeprefix("sm_").rstrip("af")) for a in torch.architectures if "sm_" in a]
+    for gpu in seen:
+        if not gpu.capability or not codes:
             continue
         major, minor = (int(part) for part in gpu.capability.split("."))
         # Machine code runs on the same major version with the same or a later minor one; code
         # that is compiled at run time (compute_NN) on all later ones.
-        fits = any(code // 10 == major and code % 10 <= minor for code in newest)
+        fits = any(code // 10 == major and code % 10 <= minor for code in codes)
         later = any(
             int(a.removeprefix("compute_")) <= major * 10 + minor
             for a in torch.architectures
@@ -365,39 +377,35 @@ def _judge_pcie(gpus: Sequence[Gpu]) -> list[Verdict]:
     return [ok("pcie", f"PCIe {_counted(most)} at most{idle}.")]
 
 
-def _judge_pairs(facts: GpuFacts) -> list[Verdict]:
+def _judge_pairs(gpus: Sequence[Gpu], pairs: Sequence[Pair]) -> Verdict:
     id = "gpu-paths"
-    if len(facts.gpus) < 2:
-        return [not_applicable(id, "Ways between GPUs: there is one GPU.")]
-    ways = Counter(pair.path for pair in facts.pairs if pair.path is not None)
+    if len(gpus) < 2:
+        return not_applicable(id, "Ways between GPUs: there is one GPU.")
+    ways = Counter(pair.path for pair in pairs if pair.path is not None)
     if not ways:
-        return [not_applicable(id, "Ways between GPUs could not be read.")]
+        return not_applicable(id, "Ways between GPUs could not be read.")
     what = ", ".join(
         f"{count} pair{'s' if count > 1 else ''} {_PATH_WORDS[path]}"
         for path, count in ways.most_common()
     )
-    blocked = [pair for pair in facts.pairs if pair.direct is False]
+    blocked = [pair for pair in pairs if pair.direct is False]
     if blocked:
         example = blocked[0]
-        return [
-            warning(
-                id,
-                f"{what}. {len(blocked)} of {len(facts.pairs)} pairs (such as GPU {example.first} "
-                f"and {example.second}) cannot read each other's memory: NCCL goes through host "
-                "memory.",
-                "Look at ACS, IOMMU and the virtual machine's settings; some GPUs cannot at all.",
-                _NCCL_TROUBLE,
-            )
-        ]
+        return warning(
+            id,
+            f"{what}. {len(blocked)} of {len(pairs)} pairs (such as GPU {example.first} "
+            f"and {example.second}) cannot read each other's memory: NCCL goes through host "
+            "memory.",
+            "Look at ACS, IOMMU and the virtual machine's settings; some GPUs cannot at all.",
+            _NCCL_TROUBLE,
+        )
     if ways["SYS"]:
-        return [
-            warning(
-                id,
-                f"{what}. What passes between NUMA nodes is slowest.",
-                "Where fewer GPUs do, take them from one NUMA node (nvidia-smi topo -m).",
-            )
-        ]
-    return [ok(id, f"{what}.")]
+        return warning(
+            id,
+            f"{what}. What passes between NUMA nodes is slowest.",
+            "Where fewer GPUs do, take them from one NUMA node (nvidia-smi topo -m).",
+        )
+    return ok(id, f"{what}.")
 
 
 def _ask(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -442,9 +450,10 @@ def _ask_one(nvml: Any, index: int, handle: Any, root: Path) -> Gpu:
     return Gpu(
         index=index,
         name=_text(_ask(nvml.nvmlDeviceGetName, handle)) or "?",
+        uuid=_text(_ask(nvml.nvmlDeviceGetUUID, handle)),
         memory_bytes=None if memory is None else int(memory.total),
         used_bytes=None if memory is None else int(memory.used),
-        processes=None if busy is None else sum(1 for p in busy if p.pid != os.getpid()),
+        processes=None if busy is None else sum(1 for p in busy if p.pid not in _own_processes()),
         capability=None if capability is None else f"{capability[0]}.{capability[1]}",
         exclusive={2: "prohibited", 3: "exclusive"}.get(mode) if isinstance(mode, int) else None,
         mig=bool(mig and mig[0]),
@@ -469,6 +478,12 @@ def _ask_pair(nvml: Any, first: int, second: int, one: Any, other: Any) -> Pair:
     joined = status("NVML_P2P_CAPS_INDEX_NVLINK", 2)
     path = "NVLink" if joined else _PATHS.get(ancestor) if ancestor is not None else None
     return Pair(first, second, path, status("NVML_P2P_CAPS_INDEX_READ", 0))
+
+
+def _own_processes() -> set[int]:
+    """Returns this process and those that it started, such as the one that asks torch."""
+    own = _ask(psutil.Process().children) or []
+    return {os.getpid(), *(process.pid for process in own)}
 
 
 def _text(value: Any) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ class LimitFacts:
         open_files_most: What it may raise that to.
         shm_bytes: Size of ``/dev/shm``; None where it is not there.
         shm_free_bytes: Free of it.
+        linux: Whether this system shares memory there.
     """
 
     memlock_bytes: int | None
@@ -113,6 +115,7 @@ class LimitFacts:
     open_files_most: int | None
     shm_bytes: int | None
     shm_free_bytes: int | None
+    linux: bool = True
 
 
 def read_cores(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> CoreFacts:
@@ -280,6 +283,7 @@ def read_limits(shm: Path = Path("/dev/shm")) -> LimitFacts:
         open_files_most=limit(resource.RLIMIT_NOFILE, 1),
         shm_bytes=size,
         shm_free_bytes=free,
+        linux=sys.platform == "linux",
     )
 
 
@@ -498,6 +502,8 @@ def _judge_shm(facts: LimitFacts, ranks: int) -> Verdict:
     id = "shm"
     enlarge = "Enlarge it: docker --shm-size=8g or --ipc=host; Kubernetes: an emptyDir of medium "
     enlarge += "Memory on /dev/shm."
+    if not facts.linux:
+        return not_applicable(id, "/dev/shm: this system shares memory in another way.")
     if facts.shm_bytes is None or facts.shm_free_bytes is None:
         return warning(
             id,

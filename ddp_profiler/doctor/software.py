@@ -45,6 +45,7 @@ class TorchFacts:
         cuda_problem: What it said when it looked for one.
         device_count: GPUs that it sees.
         architectures: What its kernels were compiled for, as ``sm_90``.
+        uuids: Of the GPUs that it sees, without a prefix.
         nccl_built: NCCL version that it was compiled against.
         nccl_loaded: NCCL version that was loaded with it.
         nccl_path: File of that one.
@@ -62,6 +63,7 @@ class TorchFacts:
     cuda_problem: str | None = None
     device_count: int = 0
     architectures: tuple[str, ...] = ()
+    uuids: tuple[str, ...] = ()
     nccl_built: str | None = None
     nccl_loaded: str | None = None
     nccl_path: str | None = None
@@ -139,7 +141,7 @@ def ask_torch(
     for line in said.splitlines():
         if line.startswith(torch_probe.MARK):
             values = json.loads(line.removeprefix(torch_probe.MARK))
-            for name in ("backends", "architectures"):
+            for name in ("backends", "architectures", "uuids"):
                 values[name] = tuple(values.get(name) or ())
             return TorchFacts(**values)
     lines = complained.strip().splitlines()

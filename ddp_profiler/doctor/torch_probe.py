@@ -52,6 +52,10 @@ def probe() -> dict[str, Any]:
         facts["cuda_available"] = torch.cuda.is_available()
         facts["device_count"] = torch.cuda.device_count()
         facts["architectures"] = list(torch.cuda.get_arch_list())
+        facts["uuids"] = [
+            str(torch.cuda.get_device_properties(index).uuid)
+            for index in range(facts["device_count"])
+        ]
     facts["cuda_problem"] = str(said[-1].message).strip().splitlines()[0] if said else None
     if "nccl" in facts.get("backends", ()) and facts["cuda"] is not None:
         with contextlib.suppress(Exception):

@@ -315,11 +315,15 @@ def judge_gpus(facts, torch=TORCH):
     return gpus.judge_gpus(facts, torch)
 
 
+def judge_links(facts, torch=TORCH):
+    return gpus.judge_links(facts, torch)
+
+
 def test_gpus():
     good = judge_gpus(cards())
     assert statuses(good) == {"driver": "ok", "gpus": "ok", "gpu-use": "ok"}
     assert only(good, "gpus").message == "2 x NVIDIA H100 80GB HBM3, 85.0 GB."
-    assert statuses(gpus.judge_links(cards())) == {"nvlink": "ok", "pcie": "ok", "gpu-paths": "ok"}
+    assert statuses(judge_links(cards())) == {"nvlink": "ok", "pcie": "ok", "gpu-paths": "ok"}
 
 
 def test_no_gpu():
@@ -327,7 +331,7 @@ def test_no_gpu():
         assert statuses(judge_gpus(GpuFacts(library="no driver"), torch)) == {
             "gpus": "not applicable"
         }
-    assert statuses(gpus.judge_links(GpuFacts())) == {"gpu-links": "not applicable"}
+    assert statuses(judge_links(GpuFacts())) == {"gpu-links": "not applicable"}
     amd = judge_gpus(GpuFacts(("AMD",), library="nvidia-ml-py is not installed"), CPU)
     assert statuses(amd) == {"gpus": "not applicable"}
 
@@ -394,31 +398,47 @@ def test_gpu_state(changes, id, status, word):
     assert word in found.message
 
 
+def test_gpus_that_are_left_out():
+    """What CUDA_VISIBLE_DEVICES leaves out is not judged; a slow pair between others neither."""
+    bad = h100(1, uuid="GPU-b", exclusive="prohibited", capability="7.0", name="V100", nvlinks=())
+    facts = cards(h100(0, uuid="GPU-a"), bad, h100(2, uuid="GPU-c"))
+    facts = replace(facts, pairs=(Pair(0, 1, "SYS", False), Pair(0, 2, "NVLink", True)))
+    all_of_them = judge_gpus(facts) + judge_links(facts)
+    assert {"error", "warning"} <= set(statuses(all_of_them).values())
+    some = replace(TORCH, uuids=("a", "c"))
+    found = judge_gpus(facts, some) + judge_links(facts, some)
+    assert set(statuses(found).values()) == {"ok"}
+    assert only(found, "gpu-use").message == "torch sees 2 of 3 GPUs."
+    # Instances of MIG have names of their own.
+    assert judge_gpus(facts, replace(TORCH, uuids=("MIG-x",))) == judge_gpus(facts)
+
+
 def test_idle_gpus_are_no_warning():
     """An idle GPU lowers its link, and its clock has a reason: that it is idle."""
     readings = {**h100(0).readings, "pcie_generation": 1, "reasons": 0x1}
     idle = cards(h100(0, readings=readings), h100(1, readings=readings))
     assert "gpu-clocks" not in statuses(judge_gpus(idle))
-    found = only(gpus.judge_links(idle), "pcie")
+    found = only(judge_links(idle), "pcie")
     assert (found.status, "gen 1" in found.message) == ("ok", True)
 
 
 def test_links():
     narrow = h100(1, readings={**h100(1).readings, "pcie_width": 8})
-    found = only(gpus.judge_links(cards(h100(0), narrow)), "pcie")
+    found = only(judge_links(cards(h100(0), narrow)), "pcie")
     assert (found.status, found.message) == ("warning", "GPU 1 has PCIe gen 5 x8 of gen 5 x16.")
     weak = h100(1, nvlinks=(True,) * 17 + (False,))
-    found = only(gpus.judge_links(cards(h100(0), weak)), "nvlink")
+    found = only(judge_links(cards(h100(0), weak)), "nvlink")
     assert (found.status, "GPU 1 17 of 18" in found.message) == ("warning", True)
     without = cards(h100(0, nvlinks=()), h100(1, nvlinks=()))
-    assert only(gpus.judge_links(without), "nvlink").status == "not applicable"
-    one = gpus.judge_links(cards(h100(0)))
+    assert only(judge_links(without), "nvlink").status == "not applicable"
+    one = judge_links(cards(h100(0)))
     assert statuses(one) == {"nvlink": "ok", "pcie": "ok", "gpu-paths": "not applicable"}
 
 
 def test_ways_between_gpus():
     def paths(*pairs):
-        return only(gpus.judge_links(cards(h100(0), h100(1), pairs=pairs)), "gpu-paths")
+        three = cards(h100(0), h100(1), h100(2), pairs=pairs)
+        return only(judge_links(three), "gpu-paths")
 
     assert paths(Pair(0, 1, "PIX", True)).message == "1 pair through one PCIe switch."
     far = paths(Pair(0, 1, "SYS", True), Pair(0, 2, "NVLink", True), Pair(1, 2, "NVLink", True))
@@ -459,6 +479,7 @@ def fake_nvml(**changes):
         "nvmlDeviceGetHandleByIndex": lambda index: "ab"[index],
         "nvmlSystemGetDriverVersion": lambda: b"580.65.06",
         "nvmlSystemGetCudaDriverVersion_v2": lambda: 13020,
+        "nvmlDeviceGetUUID": of("GPU-a", b"GPU-b"),
         "nvmlDeviceGetName": of("NVIDIA H100", b"NVIDIA H100"),
         "nvmlDeviceGetMemoryInfo": of(*[types.SimpleNamespace(total=8e10, used=1e9)] * 2),
         "nvmlDeviceGetComputeRunningProcesses": of([me], [me, other]),
@@ -510,6 +531,7 @@ def test_reading_gpus(tmp_path):
     assert found.on_bus == ("NVIDIA", "NVIDIA")
     assert (found.library, found.driver, found.cuda) == ("ok", "580.65.06", "13.2")
     assert [g.name for g in found.gpus] == ["NVIDIA H100"] * 2
+    assert [g.uuid for g in found.gpus] == ["GPU-a", "GPU-b"]
     assert [g.numa_node for g in found.gpus] == [0, 1]
     assert [g.processes for g in found.gpus] == [0, 1]
     assert [g.nvlinks for g in found.gpus] == [(True,) * 4, (True, True, True, False)]
@@ -517,7 +539,7 @@ def test_reading_gpus(tmp_path):
     assert [g.mig for g in found.gpus] == [False, True]
     assert [g.uncorrected_errors for g in found.gpus] == [0, 5]
     assert found.pairs == (Pair(0, 1, "NVLink", True),)
-    assert statuses(gpus.judge_links(found)) == {
+    assert statuses(judge_links(found)) == {
         "nvlink": "warning",
         "pcie": "warning",
         "gpu-paths": "ok",
@@ -545,7 +567,7 @@ def test_reading_gpus_of_a_driver_that_offers_little():
     )
     found = gpus.read_gpus(little)
     assert [g.memory_bytes for g in found.gpus] == [None, None]
-    assert set(statuses(gpus.judge_links(found)).values()) == {"not applicable"}
+    assert set(statuses(judge_links(found)).values()) == {"not applicable"}
     judge_gpus(found)
 
 
@@ -891,7 +913,9 @@ def test_limits():
     small = only(judge_limits(shm_bytes=64_000_000, shm_free_bytes=64_000_000), "shm")
     assert small.status == "warning"
     assert "on each of 2 ranks a batch has 4.0 MB" in small.message
-    assert only(judge_limits(shm_bytes=None, shm_free_bytes=None), "shm").status == "warning"
+    none = {"shm_bytes": None, "shm_free_bytes": None}
+    assert only(judge_limits(**none), "shm").status == "warning"
+    assert only(judge_limits(linux=False, **none), "shm").status == "not applicable"
 
 
 def test_reading_limits(tmp_path):
