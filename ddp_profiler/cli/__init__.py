@@ -35,6 +35,7 @@ _COMMANDS = {
     "compare": "Tell whether the step changed between two sets of launches, and where.",
     "trace": "Show where the step time went, from traces of torch.profiler.",
     "plan": "Plan a run: its batch, epochs, steps and training time.",
+    "doctor": "Look at this machine before a run: links, names, limits, settings.",
     "merge": "Join the folders that nodes without a shared file system kept.",
 }
 
