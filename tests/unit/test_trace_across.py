@@ -476,6 +476,28 @@ def test_one_broken_time_is_left_out(tmp_path):
 # Refused
 
 
+def test_json_says_on_whose_clock_begins_are(tmp_path):
+    job = make_job(3, world=2, offsets={1: 5_000_000_000})
+    first = job.met[0]
+    (event, *_) = (e for e in job.recordings[1].events if "AllReduce" in e["name"])
+    event["dur"] = number(9_000_000_000)
+    # Only rank 1 has this one.
+    job.recordings[1].comm(5_000_000_000 + 29_000_000, 1000, stream=60)
+    found = read_ranks([job.write(tmp_path / "job")])
+    shown = traces.as_json(found, analyse(found))
+    (apart,) = (c for c in shown["collectives"] if c["matched"] and c["transfer_us"] is None)
+    assert apart["begin_clock_rank"] == 0
+    zero_us = found.ranks[0].trace.gpu.begin_ns[0] / 1000
+    begins = apart["begin_us_by_rank"]
+    lag_us = (first.begin[1] - first.begin[0]) / 1000
+    assert begins["1"] - begins["0"] == pytest.approx(lag_us, abs=1)
+    assert begins["0"] == pytest.approx(zero_us, abs=1_000_000)
+    (alone,) = (c for c in shown["collectives"] if not c["matched"])
+    assert alone["begin_clock_rank"] is None
+    compared_ = [c for c in shown["collectives"] if c["transfer_us"] is not None]
+    assert {c["begin_clock_rank"] for c in compared_} == {0}
+
+
 def test_too_few_collectives_are_refused(tmp_path):
     job = make_job(1, steps=1, script=[Call(), Call(elements=7)])
     found, across = compared(job, tmp_path)

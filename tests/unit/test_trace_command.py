@@ -96,6 +96,7 @@ def test_times_are_exact_in_json(tmp_path, capfd):
         "step_occurrence": None,
         "begin_us": Decimal("1700000000123456.789"),
         "begin_us_by_rank": {"0": Decimal("1700000000123456.789")},
+        "begin_clock_rank": None,
         "transfer_us": None,
         "wait_us_by_rank": None,
         "last_rank": None,
