@@ -202,7 +202,7 @@ def test_keys_within_arguments_are_no_joined_events(tmp_path):
     assert "joined_events" not in counts(found)
     # Among them, one that is joined is still found.
     first = text.index(b'"dur": 0.012')
-    last = text.index(b'"ts": ', text.index(b'"dur": 0.014'))
+    last = text.index(b'"ts": ', text.index(b'"ph": "X", "cat"', text.index(b'"dur": 0.014')))
     joined = _written(tmp_path / "b.json", text[:first] + text[last:])
     assert counts(read_trace(joined, lenient=True))["joined_events"] == 1
 
