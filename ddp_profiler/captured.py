@@ -17,6 +17,19 @@ from ddp_profiler.trace.source import DEFAULT_LIMIT_BYTES
 _NS_PER_MS = 1e6
 
 
+def levels_with_traces(folder: Path) -> tuple[str, ...]:
+    """Returns the ids of a run's levels of which there are traces; reads none of these.
+
+    Args:
+        folder: The run folder.
+
+    Raises:
+        InputError: It is no run that can be read.
+    """
+    levels = reader.read_run_info(folder).levels
+    return tuple(level.id for level in levels if paths.kineto_files(folder, level.id))
+
+
 def read_captured(
     folder: Path,
     *,

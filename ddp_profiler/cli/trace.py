@@ -150,19 +150,19 @@ def _show_run(
     from ddp_profiler.trace.analysis import analyse
     from ddp_profiler.trace.timeline import write_timeline
 
+    if timeline is not None and len(levels := captured.levels_with_traces(folder)) > 1:
+        raise UsageError(
+            f"{folder} has traces of {len(levels)} levels; a timeline is of one.",
+            f"Name its folder, such as {folder}/kineto/{levels[-1]}.",
+        )
     with ReadingProgress() as progress:
         run = captured.read_captured(folder, progress=progress.tell, **how)
-    if timeline is not None and len(run.levels) > 1:
-        raise UsageError(
-            f"{folder} has traces of {len(run.levels)} levels; a timeline is of one.",
-            f"Name its folder, such as {folder}/kineto/{run.levels[-1].level}.",
-        )
     analyses = [analyse(level.found) for level in run.levels]
     written = None
     if timeline is not None:
         written = write_timeline(timeline, run.levels[0].found.ranks, analyses[0].across)
     _show(
-        lambda: [_dumped(report.as_json(run, analyses, written))],
+        lambda: report.json_pieces(run, analyses, written),
         lambda color: report.render(run, analyses, written, color=color),
         out,
         {
@@ -171,12 +171,6 @@ def _show_run(
         },
         as_json=as_json,
     )
-
-
-def _dumped(value: Mapping[str, Any]) -> str:
-    import json
-
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _show(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from rich.table import Table
 from rich.text import Text
 
 from ddp_profiler import units
-from ddp_profiler.report import traces
+from ddp_profiler.report import exact, traces
+from ddp_profiler.report.exact import us
 from ddp_profiler.report.text import simple_table, text_console
 from ddp_profiler.trace.analysis import TraceAnalysis
 from ddp_profiler.trace.compared import Captured, CapturedLevel, Compared, View
@@ -27,11 +28,31 @@ def as_json(
         analyses: What each level's tell together.
         timeline: What was written for Perfetto.
     """
+    return cast(dict[str, Any], exact.whole(_content(captured, analyses, timeline)))
+
+
+def json_pieces(
+    captured: Captured, analyses: Sequence[TraceAnalysis], timeline: Timeline | None = None
+) -> Iterator[str]:
+    """Yields the text of ``trace RUN --json`` as it is made: times have all their digits.
+
+    Args:
+        captured: The run's traces.
+        analyses: What each level's tell together.
+        timeline: What was written for Perfetto.
+    """
+    yield from exact.pieces(_content(captured, analyses, timeline))
+    yield "\n"
+
+
+def _content(
+    captured: Captured, analyses: Sequence[TraceAnalysis], timeline: Timeline | None
+) -> dict[str, Any]:
     return {
-        "levels": [
-            {"level": level.level, **traces.as_json(level.found, analysis, timeline)}
+        "levels": (
+            {"level": level.level, **traces.content(level.found, analysis, timeline)}
             for level, analysis in zip(captured.levels, analyses, strict=True)
-        ],
+        ),
         "levels_without_traces": list(captured.without),
         "compared": [
             _compared_json(level, one) for level in captured.levels for one in level.compared
@@ -56,7 +77,7 @@ def _compared_json(level: CapturedLevel, one: Compared) -> Mapping[str, Any]:
 
 def _view_json(view: View) -> Mapping[str, Any]:
     return {
-        "in_flight_us": view.in_flight_ns / 1000,
+        "in_flight_us": us(view.in_flight_ns),
         "collectives": view.collectives,
         "bytes": view.bytes,
     }

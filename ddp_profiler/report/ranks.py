@@ -191,6 +191,7 @@ def _collectives(found: TraceSet, across: AcrossRanks) -> Iterable[Mapping[str, 
                 **_described(split, place),
                 "begin_us": us(begin),
                 "begin_us_by_rank": {str(split.rank): us(begin)},
+                "begin_clock_rank": None,
                 "transfer_us": None,
                 "wait_us_by_rank": None,
                 "last_rank": None,
@@ -236,6 +237,7 @@ def _matched(
                 str(rank): us(ns)
                 for rank, ns in zip(found.ranks, begins[row].tolist(), strict=True)
             },
+            "begin_clock_rank": None,
             "transfer_us": None,
             "wait_us_by_rank": None,
             "last_rank": None,
@@ -249,18 +251,22 @@ def _matched(
             "busbw_gb_per_s": None,
             "own_busbw_gb_per_s": transfer_rate(first, place, int(np.median(lasted[row]))),
         }
-        if meetings is not None and across.clocks is not None and told:
+        if meetings is not None and across.clocks is not None:
+            number = across.clocks.reference[found.ranks[0]]
+            zero_ns = across.clocks.zero_ns - (by_rank[number].trace.base_time_ns or 0)
             last = int(meetings.last[row])
-            reference = by_rank[across.clocks.reference[found.ranks[0]]]
-            zero_ns = across.clocks.zero_ns - (reference.trace.base_time_ns or 0)
-            meets = bool(meetings.meets[row])
-            transfer_ns = int(meetings.transfer_ns[row])
             result |= {
                 "begin_us": us(int(meetings.begin_ns[row, last]) + zero_ns),
                 "begin_us_by_rank": {
                     str(rank): us(ns + zero_ns)
                     for rank, ns in zip(found.ranks, meetings.begin_ns[row].tolist(), strict=True)
                 },
+                "begin_clock_rank": number,
+            }
+        if meetings is not None and told:
+            meets = bool(meetings.meets[row])
+            transfer_ns = int(meetings.transfer_ns[row])
+            result |= {
                 "transfer_us": us(transfer_ns) if meetings.whole else None,
                 "wait_us_by_rank": {
                     str(rank): us(ns)

@@ -50,7 +50,7 @@ def as_json(
         analysis: What they tell together; left out where it is None.
         timeline: What was written for Perfetto.
     """
-    return cast(dict[str, Any], exact.whole(_content(found, analysis, timeline)))
+    return cast(dict[str, Any], exact.whole(content(found, analysis, timeline)))
 
 
 def json_pieces(
@@ -63,13 +63,20 @@ def json_pieces(
         analysis: What they tell together.
         timeline: What was written for Perfetto.
     """
-    yield from exact.pieces(_content(found, analysis, timeline))
+    yield from exact.pieces(content(found, analysis, timeline))
     yield "\n"
 
 
-def _content(
+def content(
     found: TraceSet, analysis: TraceAnalysis | None, timeline: Timeline | None
 ) -> dict[str, Any]:
+    """Returns the same as ``as_json``, with iterators in place of long lists.
+
+    Args:
+        found: The ranks.
+        analysis: What they tell together; left out where it is None.
+        timeline: What was written for Perfetto.
+    """
     return {
         "ranks": (_rank_json(rank) for rank in found.ranks),
         "world_size": found.world_size,
@@ -191,7 +198,8 @@ def render(
     if analysis and warnings:
         console.print(Text("\nNotes"))
     for warning in warnings:
-        times = f" ({warning.count:,} times)" if warning.count > 1 else ""
+        # What is counted are events, places, ranks or the like: the message says which.
+        times = f" ({warning.count:,})" if warning.count > 1 else ""
         console.print(Text(units.printable(f"{warning.code}{times}: {warning.message}")))
     return output.getvalue()
 

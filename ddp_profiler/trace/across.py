@@ -16,6 +16,7 @@ from ddp_profiler.trace.alignment import (
     align,
     ends_apart,
     name_not_tied,
+    name_shifted,
     since_zero,
 )
 from ddp_profiler.trace.columns import Ints
@@ -197,6 +198,8 @@ def compare(ranks: Sequence[RankSplit]) -> AcrossRanks:
     if not clocks.refused:
         if clocks.not_tied:
             notices.add("rank_not_aligned", len(clocks.not_tied), name_not_tied(clocks))
+        if clocks.shifted:
+            notices.add("steps_may_be_shifted", len(clocks.shifted), name_shifted(clocks))
         if clocks.unconfirmed:
             notices.add("group_not_confirmed", 1, clocks.unconfirmed)
         if clocks.drift_ppm:

@@ -48,6 +48,7 @@ _APART_NS = 100_000
 _NEAR_TIMES = 5
 _MANY = 8
 _MOST_APART = 0.25
+_MOVED_BY = (-3, -2, -1, 1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Clocks:
         refused: Why ranks cannot be compared; empty where they can.
         not_tied: Why a rank is left out, by rank.
         unconfirmed: Why collectives that name no group are left out; empty where they are not.
+        shifted: Of ranks whose collectives fit as well if they count steps otherwise, and whose
+            clock is then nearer: by how many steps, and what the offset would be, in ns.
     """
 
     zero_ns: int
@@ -81,6 +84,7 @@ class Clocks:
     refused: str = ""
     not_tied: Mapping[int, str] = field(default_factory=dict)
     unconfirmed: str = ""
+    shifted: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def aligned(self, rank: int, since_zero_ns: Ints) -> Ints:
         """Returns times of a rank, since ``zero_ns``, as its reference's clock shows them."""
@@ -194,6 +198,7 @@ def align(ranks: Sequence[RankSplit], matches: Sequence[GroupMatch]) -> Clocks:
         num_collectives=sum(len(found.ends) for found in groups),
         not_tied=not_tied,
         unconfirmed=unconfirmed,
+        shifted=_shifted(by_rank, matches, reference, zero_ns, bound_ns),
     )
 
 
@@ -352,6 +357,88 @@ def _residuals(groups: Sequence[_Ends], fits: Mapping[int, _Fit]) -> Floats:
 def _whole(ns: float) -> int:
     """Rounds halves up, so that a clock that is shifted by whole ns rounds alike."""
     return math.floor(ns + 0.5)
+
+
+def _shifted(
+    by_rank: Mapping[int, RankSplit],
+    matches: Sequence[GroupMatch],
+    reference: Mapping[int, int],
+    zero_ns: int,
+    bound_ns: float,
+) -> dict[int, tuple[int, int]]:
+    """Returns ranks whose steps, all moved by some, fit the reference's as well as they stand.
+
+    In a steady rhythm nothing but the clock tells a rank that counts its steps from another one.
+    Only where it would be nearer is there anything to say: clocks of hosts are rarely off by more
+    than a step, and of one host by nothing.
+    """
+    result: dict[int, tuple[int, int]] = {}
+    rows_of: dict[tuple[int, int, int], tuple[Ints, Ints]] = {}
+    for rank, other in reference.items():
+        shared = [one for one in matches if rank in one.ranks and other in one.ranks]
+        shared = [one for one in shared if not one.point_to_point]
+        if rank == other or not shared:
+            continue
+        found = max(shared, key=len)
+        places = found.places[:, [found.ranks.index(other), found.ranks.index(rank)]]
+        ends = [
+            since_zero(by_rank[of], by_rank[of].collectives.end_ns[places[:, column]], zero_ns)
+            for column, of in enumerate((other, rank))
+        ]
+        split = by_rank[other]
+        keys = np.array([one.step.key for one in split.steps] + [-1], np.int64)
+        step = keys[split.collectives.step[places[:, 0]]]
+        apart = float(np.median(ends[1] - ends[0]))
+        fitting = []
+        for by in _MOVED_BY:
+            key = id(found), other, by
+            if key not in rows_of:
+                rows_of[key] = _rows_moved(step, found, by)
+            one, moved = rows_of[key]
+            # Of one step alone, collectives stand at much the same distances as in any other.
+            if one.size < LEAST or np.unique(step[one]).size < _PAIR:
+                continue
+            every = -(-one.size // _SAMPLED)
+            first = ends[0][one][::every].astype(np.float64)
+            second = ends[1][moved][::every].astype(np.float64)
+            offset = float(np.median(second - first))
+            if abs(offset) < abs(apart) and _pair(first, second, bound_ns).agrees:
+                fitting.append((abs(offset), by, _whole(offset)))
+        if fitting:
+            result[rank] = min(fitting)[1:]
+    return result
+
+
+def _rows_moved(step: Ints, found: GroupMatch, by: int) -> tuple[Ints, Ints]:
+    """Returns rows, and for each that at its place of the step that is ``by`` later."""
+    chosen = np.flatnonzero((step >= 0) & ENDS_TOGETHER[found.kind])
+    order = chosen[np.argsort(step[chosen], kind="stable")]
+    numbers, first = np.unique(step[order], return_index=True)
+    rows, moved = [], []
+    parts = dict(zip(numbers.tolist(), np.split(order, first[1:]), strict=True))
+    for number, part in parts.items():
+        later = parts.get(number + by)
+        if later is None or later.size != part.size:
+            continue
+        alike = (found.kind[part] == found.kind[later]) & (
+            found.elements[part] == found.elements[later]
+        )
+        if alike.all():
+            rows.append(part)
+            moved.append(later)
+    none = np.zeros(0, np.int64)
+    return np.concatenate([none, *rows]), np.concatenate([none, *moved])
+
+
+def name_shifted(clocks: Clocks) -> str:
+    """Returns which ranks may count their steps otherwise, in words."""
+    rank, (by, offset_ns) = next(iter(clocks.shifted.items()))
+    steps = f"{abs(by)} step{'' if abs(by) == 1 else 's'} {'later' if by > 0 else 'earlier'}"
+    more = f" It is so with {name_ranks(clocks.shifted)}." if len(clocks.shifted) > 1 else ""
+    return (
+        f"Rank {rank}: paired with what it did {steps}, its clock would be off by "
+        f"{offset_ns / 1e6:+,.3f} ms instead of {clocks.offset_ns[rank] / 1e6:+,.3f} ms.{more}"
+    )
 
 
 def name_not_tied(clocks: Clocks) -> str:

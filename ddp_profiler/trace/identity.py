@@ -11,6 +11,9 @@ from ddp_profiler.errors import InputError
 # names is none, and a range such as rank0-3 names several.
 _RANK = re.compile(r"(?<![a-z])(?:rank|worker)[_\-=]?(\d+)(?![\d])(?!-\d)", re.IGNORECASE)
 _SEVERAL = re.compile(r"(?<![a-z])ranks?[_\-=]?\d+-\d", re.IGNORECASE)
+# The profiler names a file HOST_PID.TIME by itself, and hosts of a job are called worker-0 too,
+# however many ranks each has.
+_HOST = re.compile(r"(?<![a-z])worker[_\-=]?\d+(?:[.\-][^_]*)?_\d+\.", re.IGNORECASE)
 
 
 def rank_in_name(path: Path) -> int | None:
@@ -20,8 +23,9 @@ def rank_in_name(path: Path) -> int | None:
     3
     >>> rank_in_name(Path("rank0_worker1.json")), rank_in_name(Path("frank7.json"))
     (None, None)
+    >>> rank_in_name(Path("job-worker-0_1234.1699.pt.trace.json"))
     """
-    if _SEVERAL.search(path.name):
+    if _HOST.search(path.name) or _SEVERAL.search(path.name):
         return None
     found = _RANK.findall(path.name)
     return int(found[0]) if len(found) == 1 else None

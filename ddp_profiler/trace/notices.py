@@ -134,6 +134,10 @@ _MESSAGES = {
         "The clocks of ranks could not be tied to the others': nothing is said of these ranks "
         "beside their own figures."
     ),
+    "steps_may_be_shifted": (
+        "Ranks may count their steps differently: in this steady rhythm collectives of other steps "
+        "fit as well. Waits and late ranks hold only if steps of one number are the same steps."
+    ),
     "group_not_confirmed": "Collectives that name no process group were not compared.",
     "clock_drift": "Clocks of ranks drift against the others'; that was taken out.",
     "ends_apart": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ LONGEST_NS = 86_400 * 10**9
 _LONGEST_US = LONGEST_NS / 1000
 _NAMES_CACHED = 1 << 16
 _TOUCHES_NS = 2000
+_GPU_NAME = re.compile(r"\b(?:gpu|device|cuda|hip|rocm|nvidia|amd)\b", re.IGNORECASE)
 _NO_WORK = -1
 _WORK_UNIT = 1 << 8
 _EMPTY = msgspec.Raw(b"")
@@ -153,6 +155,8 @@ class _Collector:
         # Of calls that launch GPU work; and of steps, where two processes have the same one.
         self.pids: set[str] = set()
         self.step_pids: dict[int, str] = {}
+        # Rows of a GPU's work have its number in place of a process's.
+        self.gpu_pids: set[str] = set()
         # Steps on the CPU: begin, end, thread, number. And what each process is called.
         self.steps: list[tuple[int, int, str, int]] = []
         self.process_names: dict[str, dict[str, None]] = defaultdict(dict)
@@ -181,10 +185,11 @@ class _Collector:
         self._decode(text)
         if self._lenient:
             # Where text is missing, the begin of one event and the end of another may read as one:
-            # it has keys twice that every event has once. Within names quotes are escaped.
+            # it has keys twice that every event has once. Arguments may have them too, so where
+            # there are too many each event is looked at.
             whole = bytes(text)
-            most = max(whole.count(key) for key in _ONCE)
-            self._notices.add("joined_events", most - (self.num_events - before))
+            if max(whole.count(key) for key in _ONCE) > self.num_events - before:
+                self._notices.add("joined_events", _joined(whole))
 
     def _decode(self, text: bytes | memoryview) -> None:
         events: Sequence[_AnyEvent]
@@ -231,6 +236,7 @@ class _Collector:
                 self._take_process_name(event)
         for row in (Row.KERNEL, Row.MEMORY):
             if row in read:
+                self.gpu_pids |= {str(pid) for pid in {event.pid for event in by_row[row]}}
                 self._take_gpu(by_row[row], self._usable(read[row]), is_kernel=row == Row.KERNEL)
         if Row.LAUNCH in read:
             self._take_launches(by_row[Row.LAUNCH], self._usable(read[Row.LAUNCH]))
@@ -414,6 +420,24 @@ def _launch_code(name: str) -> int:
 def _looks_wrong(row: Any) -> bool:
     """Returns whether a row's times are not those of a measurement."""
     return row.dur is not None and not ((row.ts or 0) > 0 and 0 <= row.dur <= _LONGEST_US)
+
+
+def _joined(text: bytes) -> int:
+    """Returns how many events of an array have a key twice, those of their arguments aside."""
+    number = 0
+    for raw in _RAW_EVENTS.decode(text):
+        event = bytes(raw)
+        if max(event.count(key) for key in _ONCE) < 2:
+            continue
+        try:
+            # Pairs as a tuple, which no other value is.
+            pairs = json.loads(event, object_pairs_hook=tuple)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(pairs, tuple):
+            keys = Counter(key for key, _ in pairs)
+            number += any(keys[key.decode()[1:-2]] > 1 for key in _ONCE)
+    return number
 
 
 def _text_looks_wrong(row: Any) -> bool:
@@ -621,6 +645,10 @@ def _refuse_several_processes(path: Path, collector: _Collector, notices: Notice
         )
     for pid in sorted(collector.pids | set(collector.step_pids.values())):
         names = collector.process_names.get(pid, {})
+        if pid in collector.gpu_pids:
+            # In a container the process may have a number that a GPU has as well, and its name is
+            # there beside the GPU's.
+            names = {name: None for name in names if not _GPU_NAME.search(name)}
         if len(names) > 1:
             shown = " and ".join(list(names)[:2])
             raise _merged(path, f"pid {pid} has the names {shown}")

@@ -1,6 +1,8 @@
 """Steps under torch.profiler: what is captured, and both records of them compared."""
 
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +17,9 @@ from ddp_profiler.measure.kineto import KinetoCapture
 from ddp_profiler.measure.loop import LevelRun
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.record import paths, writer
+from ddp_profiler.report import captured as report
 from ddp_profiler.schema import LevelSettings, Variant
+from ddp_profiler.trace.analysis import analyse
 from ddp_profiler.trace.compared import OwnSteps, View, compare_views
 from ddp_profiler.trace.gather import read_ranks
 from ddp_profiler.workload import Planter, build
@@ -193,7 +197,10 @@ def test_ranks_outside_a_level_are_not_missing(run):
     for level in captured.read_captured(run).levels:
         assert level.found.missing == ()
         assert "missing_ranks" not in {warning.code for warning in level.found.warnings}
-    assert [level.found.world_size for level in captured.read_captured(run).levels] == [1, 2]
+    assert [level.found.world_size for level in captured.read_captured(run).levels] == [
+        1,
+        2,
+    ]
 
 
 def test_ranks_of_a_level_are_missing(run):
@@ -275,6 +282,31 @@ def test_the_json_of_a_run(run, capsys):
     assert last["theirs"] == {"in_flight_us": 75_000, "collectives": 9, "bytes": 9000}
     assert last["difference_pct"] == pytest.approx(20)
     assert [step["step"] for step in last["steps"]] == [2, 3, 4]
+
+
+def test_the_json_of_a_run_is_exact_and_made_piece_by_piece(run, capsys, tmp_path):
+    """Times since 1970 have more digits than a double; nothing is held whole."""
+    folder = paths.kineto_folder(run, "dp1")
+    one_level = shown(folder, capsys, "--json")
+    text = shown(run, capsys, "--json")
+    exact = set(re.findall(r'"begin_us": (\d{13,}\.\d{3})\b', one_level))
+    assert exact
+    assert exact <= set(re.findall(r'"begin_us": (\d{13,}\.\d{3})\b', text))
+    assert '"in_flight_us": 75000.000' in text
+    found = captured.read_captured(run)
+    content = report._content(found, [analyse(level.found) for level in found.levels], None)
+    assert isinstance(content["levels"], Iterator)
+    assert isinstance(next(content["levels"])["collectives"], Iterator)
+
+
+def test_a_timeline_of_several_levels_is_refused_before_all_is_read(
+    run, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("ddp_profiler.captured.read_ranks", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["trace", str(run), "--timeline", str(tmp_path / "t.json")])
+    assert ended.value.code == 2
+    assert "has traces of 2 levels; a timeline is of one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [("--rank", "0"), ("--timeline", "t.json.gz"), (".",)])

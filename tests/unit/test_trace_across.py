@@ -10,7 +10,7 @@ from ddp_profiler.report import traces
 from ddp_profiler.trace.across import compare
 from ddp_profiler.trace.analysis import analyse
 from ddp_profiler.trace.gather import read_ranks
-from ddp_profiler.trace.kernels import KINDS
+from ddp_profiler.trace.kernels import KINDS, Collective
 
 from .kineto import Recording, number
 from .traced_job import Call, make_job
@@ -131,6 +131,51 @@ def test_a_lag_within_the_uncertainty_names_nobody(tmp_path):
     assert across.refused == ""
     assert 0 < across.clocks.most_ns <= 4000
     assert [one.last for one in across.lateness] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("times", "clear"), [(0.8, False), (1.6, False), (2.4, True)])
+def test_a_lag_must_exceed_twice_the_uncertainty(times, clear, tmp_path):
+    """Both ranks' ends may be off by it, each the other way."""
+    uncertain = 4000
+    lag_ns = round(times * uncertain)
+    job = make_job(lag=lambda step, place, rank: lag_ns * (rank == 1), world=2, steps=8)
+    # The ends of rank 1 are off by 4 us, one this way, the next the other.
+    sign = -1
+    for event in job.recordings[1].events:
+        if "AllReduce" in event["name"]:
+            sign = -sign
+            length = round(float(event["dur"].strip("@")) * 1000)
+            event["dur"] = number(length + sign * uncertain)
+    _, across = compared(job, tmp_path)
+    assert across.clocks.uncertainty_ns == pytest.approx(uncertain, rel=0.01)
+    assert across.clocks.offset_ns == {0: 0, 1: 0}
+    by_rank = {one.rank: one.last for one in across.lateness}
+    assert by_rank == {0: 0, 1: 24 if clear else 0}
+
+
+@pytest.mark.parametrize(("early_ns", "meets"), [(3000, True), (6000, False)])
+def test_a_root_that_is_done_within_the_uncertainty_has_met_the_others(early_ns, meets, tmp_path):
+    """Ends may be off by 4 us, so one that lies up to 4 us before the last begin shows nothing."""
+    script = [Call()] * 4 + [Call("Broadcast")]
+    job = make_job(
+        lag=lambda step, place, rank: 300_000 * (rank == 1), world=2, steps=8, script=script
+    )
+    sign = -1
+    for event in job.recordings[1].events:
+        if "AllReduce" in event["name"]:
+            sign = -sign
+            length = round(float(event["dur"].strip("@")) * 1000)
+            event["dur"] = number(length + sign * 4000)
+    for event in job.recordings[0].events:
+        if "Broadcast" in event["name"]:
+            event["dur"] = number(300_000 - early_ns)
+    _, across = compared(job, tmp_path)
+    assert across.clocks.uncertainty_ns == pytest.approx(4000, rel=0.01)
+    kind = KINDS.index(Collective.BROADCAST)
+    (found,) = across.meetings
+    broadcasts = found.match.kind == kind
+    assert broadcasts.sum() == 8
+    assert found.meets[broadcasts].tolist() == [meets] * 8
 
 
 def test_noise_of_ends_moves_offsets_no_further(tmp_path):
@@ -474,6 +519,28 @@ def test_one_broken_time_is_left_out(tmp_path):
 
 # ----------------------------------------------------------------------------------------------
 # Refused
+
+
+def test_json_says_on_whose_clock_begins_are(tmp_path):
+    job = make_job(3, world=2, offsets={1: 5_000_000_000})
+    first = job.met[0]
+    (event, *_) = (e for e in job.recordings[1].events if "AllReduce" in e["name"])
+    event["dur"] = number(9_000_000_000)
+    # Only rank 1 has this one.
+    job.recordings[1].comm(5_000_000_000 + 29_000_000, 1000, stream=60)
+    found = read_ranks([job.write(tmp_path / "job")])
+    shown = traces.as_json(found, analyse(found))
+    (apart,) = (c for c in shown["collectives"] if c["matched"] and c["transfer_us"] is None)
+    assert apart["begin_clock_rank"] == 0
+    zero_us = found.ranks[0].trace.gpu.begin_ns[0] / 1000
+    begins = apart["begin_us_by_rank"]
+    lag_us = (first.begin[1] - first.begin[0]) / 1000
+    assert begins["1"] - begins["0"] == pytest.approx(lag_us, abs=1)
+    assert begins["0"] == pytest.approx(zero_us, abs=1_000_000)
+    (alone,) = (c for c in shown["collectives"] if not c["matched"])
+    assert alone["begin_clock_rank"] is None
+    compared_ = [c for c in shown["collectives"] if c["transfer_us"] is not None]
+    assert {c["begin_clock_rank"] for c in compared_} == {0}
 
 
 def test_too_few_collectives_are_refused(tmp_path):

@@ -116,6 +116,47 @@ def test_a_rank_with_other_step_numbers_is_left_out(tmp_path):
     assert waits(across) == true_waits(job, 2)[3:]
 
 
+def steady(offsets, *, numbers, late=lambda step: False):
+    """Two ranks in steps of exactly 10 ms; rank 1 counts them from ``numbers``."""
+    job = make_job(world=2, steps=0)
+    for rank, made in job.recordings.items():
+        ahead = offsets.get(rank, 0)
+        stalled = 0
+        for step in range(8):
+            begin = step * 10_000_000 + ahead + stalled
+            made.step(step + numbers * rank, begin, 9_000_000)
+            stalled += 700_000 * late(step)
+            for place in range(3):
+                at = step * 10_000_000 + 1_000_000 * place + stalled + ahead + 100_000 * rank
+                end = step * 10_000_000 + 1_000_000 * place + stalled + ahead + 500_000
+                made.comm(at, end - at, launched=begin + 10)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("offset", "numbers", "late", "said"),
+    [
+        (
+            0,
+            1,
+            None,
+            "what it did 1 step later, its clock would be off by +0.000 ms instead of -10",
+        ),
+        (0, -2, None, "what it did 2 steps earlier, its clock would be off by +0.000 ms"),
+        (0, 1, 4, "what it did 1 step later, its clock would be off by +0.000 ms"),
+        (0, 0, None, ""),
+        (3_000_000, 0, None, ""),
+    ],
+)
+def test_steps_that_may_be_counted_otherwise_are_named(offset, numbers, late, said, tmp_path):
+    job = steady({1: offset}, numbers=numbers, late=lambda step: step == late)
+    _, across = compared(job, tmp_path)
+    assert across.refused == ""
+    assert ("steps_may_be_shifted" in codes(across)) == bool(said)
+    if said:
+        assert said in text_of(across, "steps_may_be_shifted")
+
+
 def test_few_collectives_that_fall_together_by_chance_are_not_enough(tmp_path):
     accepted = 0
     for seed in range(30):

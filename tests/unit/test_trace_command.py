@@ -96,6 +96,7 @@ def test_times_are_exact_in_json(tmp_path, capfd):
         "step_occurrence": None,
         "begin_us": Decimal("1700000000123456.789"),
         "begin_us_by_rank": {"0": Decimal("1700000000123456.789")},
+        "begin_clock_rank": None,
         "transfer_us": None,
         "wait_us_by_rank": None,
         "last_rank": None,
@@ -373,3 +374,18 @@ def test_a_trace_of_one_rank_loads_nothing_that_it_does_not_need(folder):
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert "Rank 0" in done.stdout
     assert done.stderr.strip() == "loaded"
+
+
+def test_numbers_of_the_tables_can_be_read(tmp_path, capfd):
+    made = Recording(world_size=4)
+    for place in range(2):
+        made.comm(
+            place * 5000, 900, ALL_REDUCE, launched=place,
+            **{"In msg nelems": 12_345_678, "Out msg nelems": 12_345_678, "dtype": "Float"},
+        )  # fmt: skip
+    made.write(tmp_path / "rank0.json")
+    made.rank = 1
+    made.write(tmp_path / "rank1.json")
+    _, out, _ = call(capfd, tmp_path)
+    assert " 24,691,356 " in out
+    assert "missing_ranks (2): Ranks of the job are missing." in out

@@ -249,3 +249,20 @@ def test_a_trace_of_nothing(tmp_path):
     with pytest.raises(InputError, match="neither GPU work nor collectives of gloo") as caught:
         read_ranks([made.write(tmp_path / "t.json")])
     assert "ProfilerActivity.CUDA" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("job-worker-0_1234.1699.pt.trace.json", None),
+        ("worker-3_77.1699.pt.trace.json.gz", None),
+        ("job-worker-0.job.svc_1234.1699.pt.trace.json", None),
+        ("job-worker-1-x7f_1234.1699.pt.trace.json", None),
+        ("worker3_step_12.1694128201557.pt.trace.json.gz", 3),
+        ("worker3.1694128201557.pt.trace.json", 3),
+        ("rank3_1234.1699.pt.trace.json", 3),
+    ],
+)
+def test_a_hosts_name_is_no_rank(name, rank):
+    """torch.profiler names a file by host, process and time; pods of a job are called worker-N."""
+    assert rank_in_name(Path(name)) == rank

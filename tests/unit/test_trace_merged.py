@@ -192,6 +192,41 @@ def test_an_event_of_the_begin_of_one_and_the_end_of_another(lenient, tmp_path):
     assert counts(read_trace(joined, lenient=lenient)).get("joined_events", 0) == int(lenient)
 
 
+def test_keys_within_arguments_are_no_joined_events(tmp_path):
+    made = Recording()
+    for place in range(20):
+        made.kernel(100 * place, 10 + place, launched=100 * place - 5)
+        made.events[-1]["args"] |= {"ts": 1, "tid": 2, "pid": 3, "more": {"ph": "X"}}
+    text = made.text()
+    found = read_trace(_written(tmp_path / "a.json", text), lenient=True)
+    assert "joined_events" not in counts(found)
+    # Among them, one that is joined is still found.
+    first = text.index(b'"dur": 0.012')
+    last = text.index(b'"ts": ', text.index(b'"ph": "X", "cat"', text.index(b'"dur": 0.014')))
+    joined = _written(tmp_path / "b.json", text[:first] + text[last:])
+    assert counts(read_trace(joined, lenient=True))["joined_events"] == 1
+
+
+@pytest.mark.parametrize(
+    ("pid", "name", "refused"),
+    [(0, "GPU 0", False), (0, "rank 1", True), (PID, "GPU 0", True)],
+)
+def test_a_gpu_of_the_number_of_the_process_is_no_process(pid, name, refused, tmp_path):
+    """In a container the process has a number such as 1, and so has a GPU."""
+    made = Recording()
+    for event in (made.step(1, 0, 900), made.step(2, 1000, 900)):
+        event["pid"] = pid
+    made.kernel(10, 20)
+    for each in ("rank 0", name):
+        named(made, each).events[-1]["pid"] = pid
+    path = made.write(tmp_path / "rank0.json")
+    if refused:
+        with pytest.raises(InputError, match=f"pid {pid} has the names rank 0 and {name}"):
+            read_trace(path)
+    else:
+        assert len(read_trace(path).marks) == 2
+
+
 def _written(path, text):
     path.write_bytes(text)
     return path

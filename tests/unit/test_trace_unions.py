@@ -42,7 +42,7 @@ def test_coarser_closes_the_shortest_gaps(one, most):
     found = union(*arrays(one))
     fewer, gap = coarser([found], most)
     assert fewer.begin_ns.size == min(most, found.begin_ns.size)
-    assert cells(found) <= cells(fewer)
+    assert cells(found) <= cells(fewer[:2])
     assert neat(fewer[:2])
     assert not fewer.part.any()
     gaps = (found.begin_ns[1:] - found.end_ns[:-1]).tolist()
