@@ -49,12 +49,19 @@ clean: ## Remove what was installed and built; measured runs stay
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The tests of the network lab need ip and tc; without root they are skipped.
+# The tests of the network lab need ip and tc, those of report.html a browser; without root and
+# without these they are skipped.
 .PHONY: system
 system:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		! { command -v ip && command -v tc; } >/dev/null; then \
 		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q iproute2; \
+	fi
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		! { command -v chromium || command -v chromium-browser || command -v google-chrome; } \
+		>/dev/null; then \
+		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q \
+		--no-install-recommends chromium; \
 	fi
 
 $(BIN)/python:

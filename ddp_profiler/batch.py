@@ -219,6 +219,36 @@ class Epoch:
         steps = self.optimizer_steps
         return None if steps is None else math.floor(steps * epochs)
 
+    def total_unused_micro_steps(self, epochs: int) -> int:
+        """Returns the micro-steps of several epochs that run, and that no optimizer step follows.
+
+        >>> epoch(199, Batch(1, 100, 1), window=DROP).total_unused_micro_steps(3)
+        297
+        >>> epoch(199, Batch(1, 100, 1), window=CARRY).total_unused_micro_steps(3)
+        97
+        """
+        if self.window == DROP:
+            return self.left_over * epochs
+        if self.window == CARRY:
+            return self.micro_steps * epochs % self.batch.accumulation
+        return 0
+
+    def total_samples_dropped(self, epochs: int) -> int:
+        """Returns the samples that no optimizer step of several epochs uses, over all ranks.
+
+        >>> epoch(199, Batch(1, 100, 1), window=CARRY).total_samples_dropped(3)
+        97
+        """
+        dropped = self.samples_dropped * epochs
+        if self.window != CARRY:
+            return dropped
+        micro = self.batch.micro_batch
+        # Short epochs: what is left at the end may be more than one of them.
+        whole, rest = divmod(self.total_unused_micro_steps(epochs), self.micro_steps or 1)
+        of_epoch = (self.micro_steps - 1) * micro + self.last_micro_batch
+        left = whole * of_epoch + ((rest - 1) * micro + self.last_micro_batch if rest else 0)
+        return dropped + left * self.batch.dp
+
     @property
     def rounding(self) -> tuple[str, ...]:
         """Each rounding in words, in the order in which they happen; empty if all is whole."""

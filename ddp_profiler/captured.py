@@ -17,13 +17,6 @@ from ddp_profiler.trace.source import DEFAULT_LIMIT_BYTES
 _NS_PER_MS = 1e6
 
 
-def is_run(path: Path) -> bool:
-    """Tells whether a path is a run folder of ours, and no folder of traces."""
-    return paths.run_file(path).is_file() and (
-        bool(paths.rank_files(path)) or (path / paths.KINETO_FOLDER).is_dir()
-    )
-
-
 def read_captured(
     folder: Path,
     *,

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from ddp_profiler.analysis.results import Summary
 from ddp_profiler.errors import CheckFailed
-from ddp_profiler.load import load_summary
+from ddp_profiler.load import load_report
 from ddp_profiler.record import paths, writer
 from ddp_profiler.report import console, plots
+from ddp_profiler.report.page import render
 
 
 def conclude(folder: Path, *, color: bool) -> tuple[Summary, str]:
-    """Analyses a finished run and writes ``summary.json`` and the plots.
+    """Analyses a finished run and writes ``summary.json``, the plots and ``report.html``.
 
     Args:
         folder: The run folder.
@@ -24,12 +25,14 @@ def conclude(folder: Path, *, color: bool) -> tuple[Summary, str]:
     Raises:
         InputError: The folder holds no readable run.
     """
-    summary = load_summary(folder)
+    found = load_report(folder)
+    summary = found.summary
     writer.write_json(paths.summary_file(folder), summary)
     saved = plots.save_all(summary, folder)
+    page = render.save(summary, found.details, found.outlook, folder)
     lines = [f"  {path}" for path in (paths.summary_file(folder), *saved)]
     table = console.render(summary, color=color)
-    return summary, "\n".join([table, *lines, f"Run folder: {folder}", ""])
+    return summary, "\n".join([table, *lines, f"Run folder: {folder}", f"Report: {page}", ""])
 
 
 def check_kept_batch(summary: Summary) -> str:

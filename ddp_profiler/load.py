@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from ddp_profiler.analysis.comparability import Launch
+from ddp_profiler.analysis.detail import LevelDetail
+from ddp_profiler.analysis.parts import Columns
 from ddp_profiler.analysis.results import Summary
-from ddp_profiler.analysis.summary import summarize_run
+from ddp_profiler.analysis.summary import summarize_in_detail, summarize_run
 from ddp_profiler.errors import InputError
 from ddp_profiler.predict.findings import with_gains
+from ddp_profiler.predict.outlook import Outlook, look_ahead
 from ddp_profiler.record import paths, reader
+from ddp_profiler.schema import RunInfo
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """All that a report shows of a run.
+
+    Attributes:
+        summary: The content of ``summary.json``.
+        details: Single steps of the levels that are worth it.
+        outlook: What more ranks would bring.
+    """
+
+    summary: Summary
+    details: tuple[LevelDetail, ...]
+    outlook: Outlook
 
 
 def load_summary(folder: Path) -> Summary:
@@ -17,6 +39,22 @@ def load_summary(folder: Path) -> Summary:
     Raises:
         InputError: The folder holds no readable run, or files of another run.
     """
+    return with_gains(summarize_run(*_read(folder)))
+
+
+def load_report(folder: Path) -> Loaded:
+    """Reads a run folder and derives all that a report shows.
+
+    Raises:
+        InputError: The folder holds no readable run, or files of another run.
+    """
+    summary, details = summarize_in_detail(*_read(folder))
+    summary = with_gains(summary)
+    return Loaded(summary, details, look_ahead(summary))
+
+
+def _read(folder: Path) -> tuple[RunInfo, Mapping[int, Columns], list[int]]:
+    """Returns the run's description, each rank's spans, and the ranks whose record was cut."""
     info = reader.read_run_info(folder)
     found = paths.rank_files(folder)
     if not found:
@@ -32,4 +70,14 @@ def load_summary(folder: Path) -> Summary:
         columns[rank] = spans.columns
         if not spans.complete:
             incomplete.append(rank)
-    return with_gains(summarize_run(info, columns, incomplete))
+    return info, columns, incomplete
+
+
+def load_launch(folder: Path) -> Launch:
+    """Reads a run folder as one launch of a comparison.
+
+    Raises:
+        InputError: The folder holds no readable run, or files of another run.
+    """
+    facts = reader.read_run_info(folder).facts
+    return Launch(str(folder), load_summary(folder), {one.id: one.parameters for one in facts})

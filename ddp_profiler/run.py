@@ -122,6 +122,8 @@ class _Worker:
         self.topology = topology
         self.levels: tuple[LevelSettings, ...] = ()
         self._keeper: Any = None
+        self._complete = False
+        """All levels are measured, and what follows is an extra."""
         self._nothing_measured = False
         """The settings were refused before anything was recorded."""
 
@@ -311,6 +313,9 @@ class _Worker:
         phase.name = "collecting the parts of other nodes"
         lost = collection.run(self._share_facts(session) if parts else "")
         if config.confirm:
+            # All is measured and written: what goes wrong from here on takes nothing of it away.
+            keeper.update(status="complete")
+            self._complete = True
             self._confirm(session, clock.monotonic, progress, phase, folder, visits, bool(lost))
         phase.name = "closing"
         # Before the wait, in which a launcher may end this rank: all is measured and written.
@@ -455,7 +460,8 @@ class _Worker:
         try:
             if self._nothing_measured and self._keeper.release():
                 return
-            self._keeper.update(status="failed", failures=failures, phases=phases)
+            status = "complete" if self._complete else "failed"
+            self._keeper.update(status=status, failures=failures, phases=phases)
         except OSError as error:
             _say(f"run.json cannot be written: {error}")
 
@@ -464,18 +470,21 @@ def _propose(folder: Path) -> Any:
     """Returns the change at the largest level that is predicted to gain most; None for none."""
     from ddp_profiler.load import load_summary
     from ddp_profiler.predict.prediction import Predictor
-    from ddp_profiler.predict.proposals import propose
+    from ddp_profiler.predict.proposals import best_to_confirm, propose
     from ddp_profiler.schema import Change, Confirmation
 
     try:
-        found = [p for p in propose(Predictor.of(load_summary(folder))) if p.can_be_confirmed]
+        best = best_to_confirm(propose(Predictor.of(load_summary(folder))))
     except DdpProfilerError as error:
         _say(f"nothing is confirmed: {error.message}")
         return None
-    if not found:
+    except Exception as error:
+        # The others wait for an answer, and the study is complete without this.
+        _say(f"nothing is confirmed: {_one_line(error)}")
+        return None
+    if best is None:
         _say("nothing is confirmed: no change of settings is predicted to gain beyond its error.")
         return None
-    best = found[0]
     return Confirmation(
         level=best.level,
         change=Change(

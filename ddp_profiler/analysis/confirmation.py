@@ -25,7 +25,8 @@ class ConfirmedGain:
         gain_ms: Median over pairs of neighbouring blocks of before less after; None where it
             could not be measured.
         ci95_ms: Bootstrap interval over pairs.
-        error_pct: Predicted over real gain, less 1, in per cent.
+        error_pct: Predicted over real gain, less 1, in per cent; None where the interval of the
+            real gain holds 0.
         problem: Why it could not be measured; empty if it was.
     """
 
@@ -66,6 +67,8 @@ def confirmed(found: Confirmation | None) -> ConfirmedGain | None:
         after_ms=float(np.median(after)) if len(after) else None,
         gain_ms=gain,
         ci95_ms=interval,
-        error_pct=(found.predicted_gain_ms / gain - 1) * 100 if gain else None,
+        error_pct=(found.predicted_gain_ms / gain - 1) * 100
+        if gain and interval and not interval[0] <= 0 <= interval[1]
+        else None,
         problem=found.problem,
     )

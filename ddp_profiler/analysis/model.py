@@ -78,13 +78,25 @@ class StepCosts:
         """Returns the costs at another accumulation.
 
         Where no_sync is missing a step reduces as often as it has micro-steps, and costs per
-        reduction grow with that.
+        reduction grow with that. So does communication of modules, such as synchronised batch
+        norm, which is in every micro-step; DDP's broadcast of buffers is once a step.
         """
-        if self.syncs <= 1 or accumulation == self.accumulation:
-            return self
         more = accumulation / self.accumulation
+        if more == 1:
+            return self
+        # Only modules communicate in backward; those that do, do so in forward as well.
+        costs = self
+        if self.backward_comm > 0:
+            costs = replace(
+                self,
+                forward_comm=more * self.forward_comm,
+                backward_comm=more * self.backward_comm,
+                accumulation=accumulation,
+            )
+        if self.syncs <= 1:
+            return costs
         return replace(
-            self,
+            costs,
             sync_backward=more * self.sync_backward,
             exposed_wait=None if self.exposed_wait is None else more * self.exposed_wait,
             exposed_transfer=more * self.exposed_transfer,

@@ -169,6 +169,7 @@ class LevelResult:
     ``gradient_element_bytes`` is the size of a gradient's element, mean over all.
     ``roofline`` is what limits the step; None where operations were not counted (scripts).
     ``noise_scale`` tells whether a larger global batch pays, or why that is not known.
+    ``breakdown_ci95_ms`` has the intervals of the parts' means over steps; None without steps.
     """
 
     id: str
@@ -216,6 +217,7 @@ class LevelResult:
     gradient_element_bytes: float | None = None
     roofline: Roofline | None = None
     noise_scale: NoiseScale | None = None
+    breakdown_ci95_ms: Mapping[str, tuple[float, float] | None] | None = None
 
 
 @dataclass(frozen=True)

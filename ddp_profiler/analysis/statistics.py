@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -74,12 +73,39 @@ def repetition_interval(medians: Floats, center: float) -> tuple[float, float]:
 
     Taken on logarithms, since times are positive and differ by factors.
     """
-    half = float(
-        stats.t.ppf(0.5 + _CONFIDENCE / 2, len(medians) - 1)
-        * np.log(medians).std(ddof=1)
-        / np.sqrt(len(medians))
-    )
+    half = _student(len(medians) - 1) * float(np.log(medians).std(ddof=1)) / len(medians) ** 0.5
     return center * float(np.exp(-half)), center * float(np.exp(half))
+
+
+def _student(degrees: int) -> float:
+    """Returns the two-sided 95 % point of Student's t."""
+    # Imported here, and not all of scipy.stats, which takes a second and 80 MB to load.
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, 0.5 + _CONFIDENCE / 2))
+
+
+def mean_interval(values: Floats) -> tuple[float, float] | None:
+    """Returns the 95 % interval of the mean of values that resemble their neighbours.
+
+    Student's, of the means of blocks of n^(1/3) values (batch means; Law and Kelton). Of the
+    mean it says what a block bootstrap does, at a fraction of its cost.
+
+    Args:
+        values: In their order in time, shape [n].
+
+    Returns:
+        (low, high); None below 2 values.
+    """
+    count = len(values)
+    if count < 2:
+        return None
+    length = int(np.ceil(count ** (1 / 3)))
+    whole = max(count // length, 2)
+    means = np.array([block.mean() for block in np.array_split(values, whole)])
+    half = _student(whole - 1) * float(means.std(ddof=1)) / whole**0.5
+    mean = float(values.mean())
+    return mean - half, mean + half
 
 
 def difference(a: Distribution, b: Distribution) -> tuple[float, tuple[float, float] | None]:
@@ -123,7 +149,7 @@ def ratio_interval(numerators: Floats, denominators: Floats) -> tuple[float, flo
     if count < 2:
         return None
     top, bottom = float(numerators.mean()), float(denominators.mean())
-    t_squared = float(stats.t.ppf(0.5 + _CONFIDENCE / 2, count - 1)) ** 2
+    t_squared = _student(count - 1) ** 2
     covariance = np.cov(numerators, denominators) / count
     # The ratios r with a r^2 - 2 b r + c <= 0.
     a = bottom**2 - t_squared * float(covariance[1, 1])

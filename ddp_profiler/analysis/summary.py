@@ -12,11 +12,14 @@ import numpy.typing as npt
 
 from ddp_profiler import units
 from ddp_profiler.analysis import allreduce, model, statistics
+from ddp_profiler.analysis.bucket_timeline import bucket_timeline
 from ddp_profiler.analysis.clocks import ClockOffset, CommonClock, offsets
 from ddp_profiler.analysis.confirmation import confirmed
+from ddp_profiler.analysis.detail import LevelDetail, levels_in_detail
 from ddp_profiler.analysis.feeding import Feeding, observe
 from ddp_profiler.analysis.findings import find
 from ddp_profiler.analysis.gradient_scale import scale_notes
+from ddp_profiler.analysis.heatmap import heat_map
 from ddp_profiler.analysis.lateness import lateness
 from ddp_profiler.analysis.left_out import LeftOut, left_out
 from ddp_profiler.analysis.link import Link, link_of
@@ -76,13 +79,54 @@ def summarize_run(
         columns_by_rank: Each rank's spans by column; ranks whose record is lost are absent.
         incomplete: Ranks whose record was cut.
     """
+    return _summary(info, columns_by_rank, incomplete, _all_measured(info, columns_by_rank))
+
+
+def summarize_in_detail(
+    info: RunInfo, columns_by_rank: Mapping[int, Columns], incomplete: Sequence[int] = ()
+) -> tuple[Summary, tuple[LevelDetail, ...]]:
+    """Derives a run's summary, and what is shown of single steps; arguments as there."""
+    measured = _all_measured(info, columns_by_rank)
+    summary = _summary(info, columns_by_rank, incomplete, measured)
+    by_id = {m.level.id: m for m in measured}
+    return summary, tuple(_detail(by_id[id]) for id in levels_in_detail(summary.levels))
+
+
+def _all_measured(info: RunInfo, columns_by_rank: Mapping[int, Columns]) -> list[_Measured]:
     facts = {fact.id: fact for fact in info.facts}
     columns_by_rank = {rank: _without_kineto(columns) for rank, columns in columns_by_rank.items()}
     clock = CommonClock(info)
-    measured = [
+    return [
         _measured(clock, index, level, facts.get(level.id), columns_by_rank)
         for index, level in enumerate(info.levels)
     ]
+
+
+def _detail(measured: _Measured) -> LevelDetail:
+    """Returns what is shown of a level's single steps."""
+    arrivals, dp = measured.arrivals, measured.level.dp
+    by_rank = dict(zip(measured.ranks, measured.columns, strict=True))
+    latest = _latest_local_end(arrivals) if measured.comparable and dp > 1 else None
+    return LevelDetail(
+        level=measured.level.id,
+        heat_map=heat_map(measured.instrumented, measured.breakdowns),
+        timeline=bucket_timeline(
+            arrivals,
+            [by_rank[arrival.steps.rank] for arrival in arrivals],
+            measured.index,
+            latest,
+            dp,
+        ),
+        withheld=measured.withheld,
+    )
+
+
+def _summary(
+    info: RunInfo,
+    columns_by_rank: Mapping[int, Columns],
+    incomplete: Sequence[int],
+    measured: Sequence[_Measured],
+) -> Summary:
     levels = with_crossing([_level(info, m, measured) for m in measured])
     missing = sorted(set(range(info.world_size)) - set(columns_by_rank))
     partial = info.status != "complete" or bool(missing) or bool(incomplete)
@@ -515,6 +559,7 @@ def _level(info: RunInfo, measured: _Measured, all_levels: Sequence[_Measured]) 
             step_ms.mean if step_ms else None,
         ),
         noise_scale=noise,
+        breakdown_ci95_ms=_breakdown_intervals(measured.breakdowns),
     )
 
 
@@ -686,6 +731,19 @@ def _mean_breakdown(breakdowns: Sequence[Breakdown]) -> Mapping[str, float | Non
     if not breakdowns:
         return dict.fromkeys(PARTS, None)
     return _finite({part: float(np.mean([b[part].mean() for b in breakdowns])) for part in PARTS})
+
+
+def _breakdown_intervals(
+    breakdowns: Sequence[Breakdown],
+) -> Mapping[str, tuple[float, float] | None] | None:
+    """Returns the interval of each part's mean, from the means over ranks of each step."""
+    if not breakdowns:
+        return None
+    found = {}
+    for part in PARTS:
+        values: Floats = np.mean([b[part] for b in breakdowns], axis=0)
+        found[part] = statistics.mean_interval(values) if np.isfinite(values).all() else None
+    return found
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | None]:

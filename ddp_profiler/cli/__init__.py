@@ -29,10 +29,13 @@ NAME = "ddp-profiler"
 
 _COMMANDS = {
     "analyze": "Show where the step time of a run went.",
+    "report": "Write report.html and plots of a run.",
     "study": "Launch a training script at several dp and compare.",
     "predict": "Predict the step at other scales and settings.",
+    "compare": "Tell whether the step changed between two sets of launches, and where.",
     "trace": "Show where the step time went, from traces of torch.profiler.",
     "plan": "Plan a run: its batch, epochs, steps and training time.",
+    "doctor": "Look at this machine before a run: links, names, limits, settings.",
     "merge": "Join the folders that nodes without a shared file system kept.",
 }
 

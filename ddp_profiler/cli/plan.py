@@ -79,7 +79,8 @@ def command(step_ms: float | None, run: Path | None, as_json: bool, **options: A
     micro-steps and optimizer steps of an epoch and in all, each rounding by name, samples
     that are repeated or dropped, the training time where a step time is known, and other
     settings of the same global batch, the fastest first, else the largest micro-batch that
-    fits in memory first.
+    fits in memory first: other splits at this dp, and where dp is left open at other dp too,
+    up to 8 times the largest that --run has measured, with predicted times.
 
     \b
     Examples:
@@ -109,8 +110,10 @@ def command(step_ms: float | None, run: Path | None, as_json: bool, **options: A
     known = None
     if run is not None:
         from ddp_profiler.load import load_summary
+        from ddp_profiler.predict.predicted_times import predicted
 
-        known = knowledge_of(load_summary(run), str(run))
+        summary = load_summary(run)
+        known = knowledge_of(summary, str(run), more=predicted(summary))
     plan = make_plan(request, known, step_ms)
     # None where stdout is closed, as write_out then says.
     encoding = getattr(sys.stdout, "encoding", None)

@@ -70,7 +70,7 @@ def command(
             gradient_dtype=gradient_dtype,
             ranks_per_node=ranks_per_node,
         )
-        for number in parse_numbers("--dp", dp)
+        for number in dict.fromkeys(parse_numbers("--dp", dp))
     ]
     predictor = Predictor.of(load_summary(run))
     found = [predictor.predict(request) for request in requests]

@@ -84,7 +84,7 @@ def command(
     # Here, so that --help does not load what reading traces needs.
     import os
 
-    from ddp_profiler import captured
+    from ddp_profiler.record import paths as run_paths
     from ddp_profiler.report import traces
     from ddp_profiler.report.progress import ReadingProgress
     from ddp_profiler.trace import gather
@@ -111,7 +111,7 @@ def command(
         else int(max_unpacked_gb * 1e9),
         "jobs": jobs or cores or 1,
     }
-    runs = [path for path in paths if captured.is_run(path)]
+    runs = [path for path in paths if run_paths.is_run(path)]
     if runs:
         _refuse_beside_run(runs[0], len(paths) > 1 or rank is not None)
         _show_run(runs[0], how, timeline, out, as_json=as_json)
@@ -196,7 +196,7 @@ def _show(
         pictures: What is drawn, as for ``trace_folder.write_folder``.
         as_json: Whether JSON is printed, and nothing else.
     """
-    from ddp_profiler.report import console
+    from ddp_profiler.report.text import for_encoding
 
     # None where stdout is closed, as write_out then says.
     encoding = getattr(sys.stdout, "encoding", None)
@@ -213,4 +213,4 @@ def _show(
         return
     table = render(sys.stdout is not None and sys.stdout.isatty())
     lines = [units.printable(f"  {path}") + "\n" for path in files]
-    write_out(console.for_encoding("".join([table, *lines]), encoding))
+    write_out(for_encoding("".join([table, *lines]), encoding))

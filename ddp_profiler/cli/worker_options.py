@@ -239,8 +239,8 @@ _defaults = StudyConfig()
 @click.option(
     "--confirm",
     is_flag=True,
-    help="Then measure the change of settings that is predicted to gain most, in turns with the "
-    "setting as it is, and show predicted against real gain.",
+    help="Then measure the change of settings that is predicted to gain most of those that leave "
+    "training as it is, in turns with the setting as it is, and show predicted against real gain.",
 )
 @click.option(
     "--backend",

@@ -7,8 +7,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from ddp_profiler.schema import GpuUse
 
 CLOCK_REASONS = {
@@ -120,14 +118,17 @@ class NvidiaGpu:
         )
 
 
-def open_gpu(device: torch.device, library: Any = None, properties: Any = None) -> NvidiaGpu | None:
+def open_gpu(device: Any, library: Any = None, properties: Any = None) -> NvidiaGpu | None:
     """Returns the GPU behind a torch device; None if it is none or cannot be asked.
 
     Args:
-        device: The rank's device.
+        device: The rank's device, a ``torch.device``.
         library: Stands in for ``pynvml`` in tests.
         properties: Stands in for what torch says of the device in tests.
     """
+    # Here, so that GPUs can be asked about where there is no torch.
+    import torch
+
     if device.type != "cuda" or (torch.version.hip is not None and library is None):
         return None
     try:

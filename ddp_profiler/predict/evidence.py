@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ddp_profiler.analysis.lateness import Lateness
 from ddp_profiler.analysis.model import StepCosts
 from ddp_profiler.analysis.results import LevelResult, Summary
 from ddp_profiler.predict import network
@@ -22,6 +21,9 @@ _MB = 2**20
 _AT_ONCE = {"gloo": 2, "nccl": 1}
 _LEAST_OVERLAP = 0.1
 """Share of the communication beside backward from which on contention can be told."""
+_MOST_PER_BUCKET_MS = 0.1
+_MOST_CONTENTION_MS = 1e-6
+"""For each byte that travels beside backward: what a core needs to move and add it."""
 _OWN = ("data", "forward", "backward", "other")
 
 
@@ -177,6 +179,7 @@ class Evidence:
         missing = costs.syncs > 1 and not target.request.reduce_once
         own, late_backward = self._own(base, target)
         buckets = self.buckets(target)
+        contention, unseen = self._contention_per_byte(target)
         return Ingredients(
             dp=target.dp,
             micro_steps=target.accumulation,
@@ -185,10 +188,12 @@ class Evidence:
             late_backward=late_backward,
             buckets=buckets,
             copy=tuple(self._copying(target, buckets)),
-            fill=self._filling(target),
-            contention_per_byte=self._contention_per_byte(target),
+            fill=self._filling(target) + self._more_buckets(target, buckets),
+            fill_error=abs(self._more_buckets(target, buckets)),
+            contention_per_byte=contention,
+            contention_unseen=unseen,
             wait=self._wait(target),
-            optimizer=costs.optimizer,
+            optimizer=costs.optimizer * self.slower(target) * self.plain_share(base),
             forward_comm=self._module_comm(target, "forward_comm"),
             backward_comm=self._module_comm(target, "backward_comm"),
             at_once=_AT_ONCE.get(self.backend, 1),
@@ -245,14 +250,18 @@ class Evidence:
             return base
         return next((lv for lv in self.levels if lv.gradient_ready), base)
 
-    def _late(self) -> tuple[Lateness | None, dict[int, float]]:
-        """Returns the lateness of the largest level that has it, and who is always late."""
+    def _late_source(self) -> LevelResult | None:
+        """Returns the largest level whose ranks' lateness is known."""
         known = [lv for lv in self.levels if lv.lateness is not None]
-        if not known:
-            return None, {}
-        level = max(known, key=lambda lv: lv.dp)
+        return max(known, key=lambda lv: lv.dp) if known else None
+
+    def _late(self) -> frozenset[int]:
+        """Returns the ranks that are always late."""
+        level = self._late_source()
+        if level is None:
+            return frozenset()
         step = level.step_ms.mean if level.step_ms else 0.0
-        return level.lateness, significant(level.lateness, step)
+        return frozenset(significant(level.lateness, step))
 
     def _own(self, base: LevelResult, target: Target) -> tuple[dict[str, float], float]:
         """Returns a micro-step's own work by part, and what late ranks add to its backward.
@@ -261,21 +270,39 @@ class Evidence:
         the typical one.
         """
         costs = _costs(base)
-        slower = self.slower(target)
+        slower, plain = self.slower(target), self.plain_share(base)
         parts, late_backward = {}, 0.0
         for part in _OWN:
             excess = self._excess(base, part)
             there = sum(excess.get(rank, 0.0) for rank in target.ranks) / target.dp
             typical = getattr(costs, part) - sum(excess.values()) / base.dp / base.accumulation
             typical *= slower if part in ("forward", "backward") else 1.0
-            parts[part] = typical + there / base.accumulation
+            parts[part] = plain * (typical + there / base.accumulation)
             if part == "backward":
-                late_backward = there / base.accumulation
+                late_backward = plain * there / base.accumulation
         return parts, late_backward
+
+    @staticmethod
+    def residual_ms(level: LevelResult) -> float:
+        """Returns a level's mean plain step less what the step model explains of it, in ms."""
+        if level.step_ms is None:
+            return 0.0
+        return level.step_ms.mean - _costs(level).step_ms(level.accumulation)
+
+    def plain_share(self, level: LevelResult) -> float:
+        """Returns what own work takes in plain steps over what it takes in the step model.
+
+        Parts are of instrumented steps, and of steps without reduction; the step that is
+        predicted is a plain one. The waterfall's residual is spread over all own work.
+        """
+        costs = _costs(level)
+        own = costs.data + costs.forward + costs.backward + costs.other
+        total = level.accumulation * own + costs.optimizer
+        return max(0.5, 1 + self.residual_ms(level) / total) if total > 0 else 1.0
 
     def _excess(self, base: LevelResult, part: str) -> dict[int, float]:
         """Returns by how much each late rank exceeds the typical one in a part, in ms a step."""
-        _, late = self._late()
+        late = self._late()
         values = sorted((rank.breakdown_ms.get(part) or 0.0) for rank in base.ranks)
         if not values or not late:
             return {}
@@ -307,17 +334,39 @@ class Evidence:
         """Tells whether so much travelled beside backward that contention can be seen."""
         return (level.comm.overlap_fraction or 0.0) >= _LEAST_OVERLAP
 
-    def _contention_per_byte(self, target: Target) -> float:
-        """Returns by how much backward slows down for each byte that travels beside it, in ms."""
-        if target.dp < 2:
+    def _more_buckets(self, target: Target, buckets: Sequence[Bucket]) -> float:
+        """Returns what another number of buckets takes more in backward, in ms.
+
+        Each bucket costs the thread that hands it over. How much of filling is by bucket and how
+        much by byte one packing cannot tell: half is taken, 0.1 ms a bucket at most.
+        """
+        level = self.largest if self.together else None
+        measured = len(level.allreduce.buckets) if level and level.allreduce else 0
+        if not measured or target.dp < 2:
             return 0.0
+        each = min(self._filling(target) / measured, _MOST_PER_BUCKET_MS)
+        return (len(buckets) - measured) * each / 2
+
+    def _contention_per_byte(self, target: Target) -> tuple[float, bool]:
+        """Returns by how much backward slows down for each byte that travels beside it, in ms.
+
+        And whether that is a guess, as where hardly anything travelled beside backward: on the
+        CPU the threads of gloo take from cores that are busy anyway. Between 0 and 1 ns a byte
+        times the share of busy cores, so half of it.
+        """
+        if target.dp < 2:
+            return 0.0, False
         level = self.nearest(target)
         costs, comm = _costs(level), level.comm
         if not comm.overlap_fraction or not comm.gradient_bytes or not self._hides_enough(level):
-            return 0.0
+            if self.environment.get("device_type") != "cpu":
+                return 0.0, False
+            uses = [rank.machine for rank in level.ranks if rank.machine is not None]
+            busy = [use.busy_fraction for use in uses if use.busy_fraction is not None]
+            return (float(np.mean(busy)) if busy else 0.0) * _MOST_CONTENTION_MS / 2, True
         slower = costs.sync_backward / max(1.0, costs.syncs) - self._filling(target)
         travelling = comm.gradient_bytes / max(1.0, costs.syncs) * 2 * (level.dp - 1) / level.dp
-        return max(0.0, slower) / (travelling * comm.overlap_fraction)
+        return max(0.0, slower) / (travelling * comm.overlap_fraction), False
 
     def _copying(self, target: Target, buckets: Sequence[Bucket]) -> list[float]:
         """Returns the time of copying each bucket to the gradients, in ms."""
@@ -335,11 +384,20 @@ class Evidence:
         """Returns what a rank waits for the last one at a reduction, in ms."""
         if target.dp < 2:
             return 0.0
-        found, _ = self._late()
-        if found is not None:
-            return expected_wait_ms(found.passing_ms, found.fixed_ms, target.ranks)
-        costs = _costs(self.nearest(target))
-        return (costs.exposed_wait or 0.0) / max(1.0, costs.syncs)
+        level = self._late_source()
+        if level is None or level.lateness is None:
+            costs = _costs(self.nearest(target))
+            return (costs.exposed_wait or 0.0) / max(1.0, costs.syncs)
+        # What is late in every micro-step adds up until ranks meet; what passes, by its root.
+        syncs = _costs(level).syncs
+        there = level.accumulation / max(1.0, syncs)
+        here = 1.0 if syncs > 1 and not target.request.reduce_once else target.accumulation
+        longer = here / there
+        return expected_wait_ms(
+            [math.sqrt(longer) * late for late in level.lateness.passing_ms],
+            {rank: longer * late for rank, late in level.lateness.fixed_ms.items()},
+            target.ranks,
+        )
 
     def _module_comm(self, target: Target, part: str) -> float:
         """Returns communication inside forward or backward, in ms a step.
@@ -351,9 +409,10 @@ class Evidence:
         known: dict[int, list[float]] = {}
         for level in self.together:
             if (level.nodes > 1) == (target.nodes > 1):
-                known.setdefault(level.dp, []).append(float(getattr(_costs(level), part)))
+                costs = _costs(level).at(target.accumulation)
+                known.setdefault(level.dp, []).append(float(getattr(costs, part)))
         if not known:
-            return float(getattr(_costs(self.nearest(target)), part))
+            return float(getattr(_costs(self.nearest(target)).at(target.accumulation), part))
         sizes = sorted(known)
         values = [float(np.mean(known[dp])) for dp in sizes]
         return float(np.interp(math.log2(target.dp), np.log2(sizes), values))

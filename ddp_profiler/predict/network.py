@@ -14,13 +14,16 @@ from ddp_profiler.predict.schedule import Cost
 
 Floats = npt.NDArray[np.float64]
 
-_LEAST_SAMPLES = 4
+_LEAST_SAMPLES = 2
 _RELEVANT = 4.0
 """Sizes within this factor of the buckets' decide."""
 _LEAST_ERROR = 0.01
 """Relative standard error that no fit is believed to be below."""
+_UNTESTED_ERROR = 0.1
+"""Relative standard error of a fit of which nothing could be held out."""
 _EQUALLY_GOOD = 1.5
 """A form whose held-out error is within this factor of the best one's is as good."""
+_HALF = 0.5
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,6 @@ FORMS: Mapping[str, Form] = {
         Form("tree", lambda n: 2.0 * math.ceil(math.log2(n)), lambda n: 2.0),
         # A ring whose ranks share one medium, such as the cores and memory of one host.
         Form("shared", lambda n: 2.0 * (n - 1), lambda n: 2.0 * (n - 1)),
-        Form("doubling", lambda n: math.log2(n), lambda n: math.log2(n)),
     )
 }
 
@@ -73,7 +75,7 @@ _PLAUSIBLE = {
     ("nccl", True): ("ring", "tree"),
     ("nccl", False): ("ring", "tree"),
 }
-"""Forms that one n cannot tell apart, by backend and whether the ranks are on several nodes."""
+"""What a backend does, by whether the ranks are on several nodes."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class NetworkModel:
         held_out: All forms tried, the best first.
         unit: What was held out: ``ranks`` (all sizes of one n) or ``sizes``.
         ranks: The n that it was fitted to.
+        sizes: The least and the most bytes that it was fitted to.
         between_nodes: Whether the ranks are on several nodes.
         scaled: By how much the wire time was multiplied for another bandwidth; 1 as measured.
     """
@@ -152,6 +155,7 @@ class NetworkModel:
     held_out: tuple[HeldOut, ...]
     unit: str
     ranks: tuple[int, ...]
+    sizes: tuple[int, int]
     between_nodes: bool
     scaled: float = 1.0
 
@@ -180,11 +184,12 @@ def fit(
     between_nodes: bool,
     typical_bytes: Sequence[int] = (),
 ) -> NetworkModel | None:
-    """Fits every form to the samples and chooses one by its error on what was held out.
+    """Fits the forms that a backend uses to the samples, and chooses one by held-out error.
 
-    With two n or more, all samples of one n are held out in turn. With one n the forms cannot
-    be told apart: sizes are held out in turn, and the forms that the backend may use there are
-    kept as rivals. Constants are fitted to relative errors and are not negative (nnls).
+    With two n or more, all samples of one n are held out in turn; with one n, sizes in turn,
+    and all forms are kept as rivals, since one n cannot tell them apart. Nor can it tell what
+    an AllReduce costs once from what each hop costs: half of it is taken for each, and both
+    extremes are rivals. Constants are fitted to relative errors and are not negative (nnls).
 
     Args:
         samples: AllReduces in isolation.
@@ -193,52 +198,55 @@ def fit(
         typical_bytes: Sizes of the buckets; sizes like theirs decide.
 
     Returns:
-        The model; None with fewer than 4 samples.
+        The model; None with fewer than 2 samples.
     """
     samples = [s for s in samples if s.ranks >= 2 and s.nbytes > 0 and s.time_ms > 0]
     if len(samples) < _LEAST_SAMPLES:
         return None
     measured = sorted({sample.ranks for sample in samples})
-    names = FORMS if len(measured) > 1 else _PLAUSIBLE.get((backend, between_nodes), ("ring",))
+    names = _PLAUSIBLE.get((backend, between_nodes), ("ring",))
     unit = "ranks" if len(measured) > 1 else "sizes"
-    tried: list[tuple[float, str, bool]] = []
+    tried: list[_Tried] = []
     for name in names:
         for by_size in (False, True):
             errors = _held_out_errors(samples, name, by_size, unit, typical_bytes)
             if errors:
-                tried.append((float(np.sqrt(np.mean(np.square(errors)))), name, by_size))
-    if not tried:
-        return None
-    tried.sort(key=lambda one: one[0])
-    least = max(tried[0][0], _LEAST_ERROR)
-    # Of those as good as the best, the one with the fewest constants, then the best.
-    good = [one for one in tried if one[0] <= _EQUALLY_GOOD * least]
-    error, name, by_size = good[0]
-    chosen = _fit(samples, name, by_size)
-    rivals = tuple(
-        _fit(samples, other, corrected)
-        for _, other, corrected in _best_of_each(good)
-        if other != name
-    )
+                rms = float(np.sqrt(np.mean(np.square(errors))))
+                tried.append(_Tried(rms, name, by_size))
+    tried.sort(key=lambda one: one.error)
+    least = max(tried[0].error, _LEAST_ERROR) if tried else math.inf
+    # Of those as good as the best, one without a correction by size if there is one.
+    good = sorted(
+        (one for one in tried if one.error <= _EQUALLY_GOOD * least),
+        key=lambda one: (one.by_size, one.error),
+    ) or [_Tried(_UNTESTED_ERROR, name, False) for name in names]
+    chosen = good[0]
+    rivals = [
+        _fit(samples, one.name, one.by_size)
+        for place, one in enumerate(good)
+        if one.name != chosen.name and one.name not in {b.name for b in good[:place]}
+    ]
+    if len(measured) == 1:
+        rivals += [_fit(samples, chosen.name, chosen.by_size, per_hop=share) for share in (0, 1)]
     return NetworkModel(
-        curve=chosen,
-        rivals=rivals,
-        error=max(error, _LEAST_ERROR),
+        curve=_fit(samples, chosen.name, chosen.by_size),
+        rivals=tuple(rivals),
+        error=max(chosen.error, _LEAST_ERROR),
         held_out=tuple(
-            HeldOut(f"{form}{' by size' if corrected else ''}", value)
-            for value, form, corrected in tried
+            HeldOut(f"{one.name}{' by size' if one.by_size else ''}", one.error) for one in tried
         ),
         unit=unit,
         ranks=tuple(measured),
+        sizes=(min(s.nbytes for s in samples), max(s.nbytes for s in samples)),
         between_nodes=between_nodes,
     )
 
 
-def _best_of_each(tried: Sequence[tuple[float, str, bool]]) -> list[tuple[float, str, bool]]:
-    best: dict[str, tuple[float, str, bool]] = {}
-    for one in tried:
-        best.setdefault(one[1], one)
-    return list(best.values())
+@dataclass(frozen=True)
+class _Tried:
+    error: float
+    name: str
+    by_size: bool
 
 
 def _held_out_errors(
@@ -254,7 +262,7 @@ def _held_out_errors(
         if unit == "sizes" and key in (smallest, largest):
             # Sizes beyond what was measured are another question.
             continue
-        if len(rest) < _LEAST_SAMPLES - 1:
+        if len(rest) < _LEAST_SAMPLES:
             continue
         curve = _fit(rest, name, by_size)
         errors += [
@@ -276,15 +284,22 @@ def _is_typical(nbytes: int, typical: Sequence[int], samples: Sequence[Sample]) 
     return low <= nbytes <= high
 
 
-def _fit(samples: Sequence[Sample], name: str, by_size: bool) -> Curve:
+def _fit(samples: Sequence[Sample], name: str, by_size: bool, *, per_hop: float = _HALF) -> Curve:
+    """Fits a form; ``per_hop`` is the share of latency in hops where one n cannot tell it."""
     form = FORMS[name]
-    # In MB, so that the columns are of similar size.
-    table = np.array(
-        [[1.0, form.hops(s.ranks), form.passes(s.ranks) * s.nbytes / 1e6] for s in samples]
-    )
     times = np.array([s.time_ms for s in samples])
-    constants, _ = nnls(table / times[:, None], np.ones(len(samples)))
-    curve = Curve(name, float(constants[0]), float(constants[1]), float(constants[2]) / 1e6)
+    # In MB, so that the columns are of similar size.
+    sizes = np.array([form.passes(s.ranks) * s.nbytes / 1e6 for s in samples])
+    if len({s.ranks for s in samples}) == 1:
+        table = np.stack((np.ones(len(samples)), sizes), axis=1)
+        (latency, slope), _ = nnls(table / times[:, None], np.ones(len(samples)))
+        overhead = (1 - per_hop) * latency
+        hop = per_hop * latency / form.hops(samples[0].ranks)
+    else:
+        hops = np.array([form.hops(s.ranks) for s in samples])
+        table = np.stack((np.ones(len(samples)), hops, sizes), axis=1)
+        (overhead, hop, slope), _ = nnls(table / times[:, None], np.ones(len(samples)))
+    curve = Curve(name, float(overhead), float(hop), float(slope) / 1e6)
     if not by_size:
         return curve
     ratios: dict[int, list[float]] = {}

@@ -6,9 +6,10 @@ see :mod:`ddp_profiler.predict.step_time`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ddp_profiler.analysis.results import Summary
 from ddp_profiler.batch import CARRY, DROP, SHORT, Batch, Epoch, dealt_epoch, epoch, solve, splits
@@ -21,6 +22,7 @@ from ddp_profiler.predict.step_time import (
     given,
     measured,
     measured_sizes,
+    re_expressed,
     unknown,
 )
 
@@ -29,8 +31,10 @@ NOTHING_DROPPED, SAMPLER_DROPS, LOADER_DROPS, BOTH_DROP = "none", "sampler", "lo
 DROPS = (NOTHING_DROPPED, SAMPLER_DROPS, LOADER_DROPS, BOTH_DROP)
 BY_SAMPLES, BY_BATCHES = "samples", "batches"
 SHARDS = (BY_SAMPLES, BY_BATCHES)
-_MOST_SIZES = 12
-"""Powers of two that are looked at where dp is open."""
+_MOST_OTHER_DP = 12
+"""Other dp that are looked at where dp is open: each may cost predictions."""
+_FARTHEST = 8
+"""Times the largest dp measured, up to which others are looked at."""
 
 
 @dataclass(frozen=True)
@@ -192,11 +196,18 @@ class Plan:
         micro_steps_per_epoch: Micro-steps of each rank.
         optimizer_steps_per_epoch: Whole, but for windows that carry over.
         total_optimizer_steps: Of all epochs.
+        total_samples_processed: As ``samples_processed``, of all epochs, without what the end of
+            the last one leaves where windows carry over.
+        total_samples_dropped: Samples of all epochs that no step uses.
+        total_unused_micro_steps: Micro-steps of each rank in all epochs that run, and that no
+            step follows.
         rounding: Each rounding in words, in their order; empty if all is whole.
         step_time: Expected step; None if not known.
-        training_time_s: Steps, start-up, evaluations and checkpoints; None without a step time.
+        training_time_s: Steps, unused micro-steps, start-up, evaluations and checkpoints; None
+            without a step time.
         training_time_interval_s: The same with the interval of the step time; None without one.
-        training_time_terms_s: ``steps``, ``startup``, ``evaluation`` and ``checkpoint``.
+        training_time_terms_s: ``steps``, ``unused_micro_steps``, ``startup``, ``evaluation`` and
+            ``checkpoint``.
         fits: Whether the micro-batch fits in memory; None if not known.
         alternatives: Other settings of the same global batch, the best first: by training time
             where it is known; then those that fit, the largest micro-batch first.
@@ -219,6 +230,9 @@ class Plan:
     micro_steps_per_epoch: int
     optimizer_steps_per_epoch: int | float
     total_optimizer_steps: int
+    total_samples_processed: int
+    total_samples_dropped: int
+    total_unused_micro_steps: int
     rounding: tuple[str, ...]
     step_time: StepTime | None
     training_time_s: float | None
@@ -250,6 +264,8 @@ def make_plan(
     if step_ms is not None and not 0 < step_ms < math.inf:
         raise UsageError(f"--step-ms {step_ms:g} is no time above 0.", "It is a time in ms.")
     known = run or RunKnowledge()
+    # A prediction is dear, and the same batch is asked for more than once.
+    known = replace(known, step_times=functools.cache(known.step_times))
     batch, sizes, notes = _solved(request, known)
     word = unknown if step_ms is None else given(step_ms, batch)
     ahead = _Ahead(request, first_of(word, known.step_times))
@@ -265,7 +281,7 @@ def make_plan(
             f"samples make no optimizer step at {batch}{f': {why}' if why else ''}.",
             "Lower the batch, or leave --drop-last or --window drop out.",
         )
-    fixed_dp = request.dp is not None or request.world_size is not None
+    dropped = found.total_samples_dropped(request.epochs)
     step = ahead.step_times(batch)
     time, interval, terms = ahead.training_time(batch)
     return Plan(
@@ -285,6 +301,9 @@ def make_plan(
         micro_steps_per_epoch=found.micro_steps,
         optimizer_steps_per_epoch=int(steps) if steps.denominator == 1 else float(steps),
         total_optimizer_steps=total,
+        total_samples_processed=(found.samples + found.samples_repeated) * request.epochs - dropped,
+        total_samples_dropped=dropped,
+        total_unused_micro_steps=found.total_unused_micro_steps(request.epochs),
         rounding=(*found.rounding, *_end_of_run(found, request)),
         step_time=step,
         training_time_s=time,
@@ -293,7 +312,7 @@ def make_plan(
         fits=known.fits(batch.micro_batch),
         alternatives=tuple(
             ahead.alternative(other, known)
-            for other in _ranked(_others(batch, fixed_dp, known), ahead, known)
+            for other in _ranked(_others(batch, sizes.dp, ahead, known), ahead, known)
         ),
         notes=(*notes, *_time_notes(ahead, found, run)),
     )
@@ -353,20 +372,50 @@ def _why_chosen(batch: Batch, possible: Sequence[Batch], ahead: _Ahead, run: Run
     return what + "the largest micro-batch; whether it fits in memory is not known here"
 
 
-def _others(batch: Batch, fixed_dp: bool, run: RunKnowledge) -> list[Batch]:
-    """Returns other settings of the same global batch: other splits, and other dp if open."""
-    total = batch.global_batch
-    found = dict.fromkeys(splits(total, batch.dp))
-    if not fixed_dp:
-        for dp in run.sizes or [2**k for k in range(_MOST_SIZES)]:
-            if total % (dp * batch.micro_batch) == 0:
-                found[Batch(batch.micro_batch, total // (dp * batch.micro_batch), dp)] = None
-    found.pop(batch, None)
-    return list(found)
+def _others(batch: Batch, replicas: int, ahead: _Ahead, run: RunKnowledge) -> list[Batch]:
+    """Returns other settings of the same global batch: other splits, and other dp if open.
+
+    Args:
+        batch: The plan's.
+        replicas: Those that the plan's devices hold.
+        ahead: Looks ahead at each.
+        run: What a measured run knows.
+    """
+    request, total = ahead.request, batch.global_batch
+    found = list(splits(total, batch.dp))
+    if request.dp is None:
+        most = min(total, request.samples)
+        if run.sizes:
+            most = min(most, _FARTHEST * max(run.sizes))
+        if request.world_size is not None:
+            most = min(most, replicas)
+        for dp in _other_sizes(total, most, run.sizes):
+            there = splits(total, dp)
+            if request.world_size is not None:
+                # Fewer replicas leave devices unused: only worth a word where that is faster.
+                there = tuple(other for other in there if ahead.step_times(other) is not None)
+            found += there
+    left = dict.fromkeys(other for other in found if other != batch)
+    return [other for other in left if ahead.epoch(other).total_optimizer_steps(request.epochs)]
+
+
+def _other_sizes(global_batch: int, most: int, measured: Sequence[int]) -> list[int]:
+    """Returns dp that divide a global batch: those measured, powers of two, then others.
+
+    >>> _other_sizes(240, 16, [3])
+    [3, 1, 2, 4, 8, 16, 5, 6, 10, 12, 15]
+    """
+    # What divides it at dp 1 as a micro-batch, divides it as a dp.
+    sizes = [other.micro_batch for other in splits(global_batch, 1) if other.micro_batch <= most]
+    sizes.sort(key=lambda dp: (dp not in measured, dp & (dp - 1) != 0, dp))
+    return sizes[:_MOST_OTHER_DP]
 
 
 def _ranked(batches: Sequence[Batch], ahead: _Ahead, run: RunKnowledge) -> list[Batch]:
-    """Sorts by training time where it is known; then by whether it fits, the largest first."""
+    """Sorts by training time where it is known; then by whether it fits, the largest first.
+
+    Of the same micro-batch those with less accumulation, on more replicas, come first.
+    """
 
     def weight(batch: Batch) -> tuple[bool, bool, float, bool, int, int]:
         fits = run.fits(batch.micro_batch)
@@ -377,7 +426,7 @@ def _ranked(batches: Sequence[Batch], ahead: _Ahead, run: RunKnowledge) -> list[
             time or 0.0,
             not fits,
             -batch.micro_batch,
-            batch.dp,
+            -batch.dp,
         )
 
     return sorted(batches, key=weight)
@@ -410,7 +459,8 @@ class _Ahead:
         """Returns the training time in s, its interval, and its terms.
 
         A step of fewer micro-steps, at the end of an epoch, takes what the source says of one,
-        else as long as a full one; a smaller last micro-batch counts as a full one.
+        else as long as a full one; a smaller last micro-batch counts as a full one. Micro-steps
+        that no step follows take what they add to a step, else their share of one.
         """
         request, found = self.request, self.epoch(batch)
         total = found.total_optimizer_steps(request.epochs) or 0
@@ -420,6 +470,7 @@ class _Ahead:
 
         terms: dict[str, float | None] = {
             "steps": None,
+            "unused_micro_steps": None,
             "startup": request.startup_s,
             "evaluation": times(request.evaluation_s, request.evaluate_every),
             "checkpoint": times(request.checkpoint_s, request.checkpoint_every),
@@ -433,15 +484,42 @@ class _Ahead:
         def in_all(of_step: float, of_short: float) -> float:
             return ((total - short_steps) * of_step + short_steps * of_short) / 1e3
 
-        steps_s = in_all(step.ms, last.ms)
-        terms["steps"] = steps_s
-        more = sum(value or 0.0 for name, value in terms.items() if name != "steps")
+        unused = found.total_unused_micro_steps(request.epochs)
+        share, _ = self.share_of_micro_step(found) if unused else (0.0, True)
+        terms["steps"] = in_all(step.ms, last.ms)
+        terms["unused_micro_steps"] = unused * share * step.ms / 1e3
+        time = sum(value or 0.0 for value in terms.values())
         interval = None
         if step.interval_ms is not None:
             ends = last.interval_ms or (last.ms, last.ms)
-            low, high = (in_all(step.interval_ms[i], ends[i]) + more for i in (0, 1))
+            fixed = sum(terms[name] or 0.0 for name in ("startup", "evaluation", "checkpoint"))
+            low, high = (
+                in_all(of_step, of_short) + unused * share * of_step / 1e3 + fixed
+                for of_step, of_short in zip(step.interval_ms, ends, strict=True)
+            )
             interval = (low, high)
-        return steps_s + more, interval, terms
+        return time, interval, terms
+
+    def share_of_micro_step(self, found: Epoch) -> tuple[float, bool]:
+        """Returns what a micro-step that no step follows takes, as a share of a step.
+
+        A micro-step adds (step - step without accumulation) / (accumulation - 1): it neither
+        reduces nor updates. Where that is not known, or is more than an equal share of the step
+        with its reduction and update, it is that equal share.
+
+        Returns:
+            The share, and whether it is what a micro-step adds.
+        """
+        batch = found.batch
+        step, single = (
+            self.step_times(replace(batch, accumulation=n)) for n in (batch.accumulation, 1)
+        )
+        equal = 1 / batch.accumulation
+        if step is not None and single is not None and batch.accumulation > 1:
+            added = (1 - single.ms / step.ms) / (batch.accumulation - 1)
+            if 0 < added <= equal:
+                return added, True
+        return equal, False
 
     def short_step(self, found: Epoch) -> StepTime | None:
         """Returns the time of the step of fewer micro-steps that ends an epoch, if it is known."""
@@ -469,10 +547,14 @@ def _end_of_run(found: Epoch, request: PlanRequest) -> list[str]:
     """Names what the end of the last epoch leaves where windows carry over."""
     if request.window != CARRY:
         return []
-    left = found.micro_steps * request.epochs % found.batch.accumulation
+    left = found.total_unused_micro_steps(request.epochs)
     if not left:
         return []
-    return [f"the last epoch leaves {left} micro-steps that no step takes"]
+    samples = found.total_samples_dropped(request.epochs) - found.samples_dropped * request.epochs
+    return [
+        f"the end of the run leaves {left} micro-step{'s' if left > 1 else ''} that no step "
+        f"takes, of {samples} samples"
+    ]
 
 
 def _time_notes(ahead: _Ahead, found: Epoch, run: RunKnowledge | None) -> list[str]:
@@ -486,6 +568,13 @@ def _time_notes(ahead: _Ahead, found: Epoch, run: RunKnowledge | None) -> list[s
         ]
     if found.left_over and found.window == SHORT and ahead.short_step(found) is None:
         return ["the shorter step at the end of an epoch counts as a full one in the time"]
+    if found.total_unused_micro_steps(ahead.request.epochs):
+        _, known = ahead.share_of_micro_step(found)
+        if not known:
+            return [
+                "a micro-step that no step takes counts as 1 / "
+                f"{found.batch.accumulation} of a step in the time"
+            ]
     return []
 
 
@@ -502,7 +591,7 @@ def knowledge_of(summary: Summary, name: str, more: StepTimes = unknown) -> RunK
     curve = summary.micro_batches
     return RunKnowledge(
         name=name,
-        step_times=first_of(measured(summary), more),
+        step_times=first_of(measured(summary), more, re_expressed(summary)),
         sizes=sizes,
         micro_batch=largest[0].micro_batch if largest else None,
         fits=curve.fits if curve is not None else _not_known,

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import brentq
 
-from ddp_profiler.analysis.results import Summary
+from ddp_profiler import units
+from ddp_profiler.analysis.results import LevelResult, Summary
 from ddp_profiler.errors import InputError, UsageError
 from ddp_profiler.predict.evidence import Evidence, Target, communicates
 from ddp_profiler.predict.network import Curve, NetworkModel
@@ -23,10 +24,16 @@ _FARTHEST = 64
 """Times the largest dp measured; beyond it nothing is said."""
 _DRAWS = 120
 _SEED = 20240501
-_LEAST_MODEL_ERROR = 0.012
+_LEAST_MODEL_ERROR = 0.018
 """Relative standard error of a replay where everything it needs was measured; docs/accuracy.md."""
 _LEAST_COMPUTE_ERROR = 0.003
+_BETWEEN_LAUNCHES = 0.3
+"""By how much launches are taken to differ, as a share of how steps of one differ."""
 _CONTENTION_ERROR = 0.3
+_CROWDING_ERROR = 0.5
+"""Relative standard error of what cores that are shared cost."""
+_FAR = 4.0
+"""A setting beyond so many times what was measured, or below that part of it, is marked."""
 _WAIT_ERROR = 0.2
 _TCP_EFFICIENCY = 0.956
 """Share of a link's rate that TCP frames leave to data."""
@@ -125,6 +132,7 @@ class Predictor:
         alone = middle - exact.parts_ms["exposed_transfer"]
         travel = given.syncs * exact.allreduce_ms
         hiding = given.syncs * exact.backward.local_end_ms
+        known = self._measured(target)
         return Draws(
             step_ms=steps,
             prediction=Prediction(
@@ -136,6 +144,7 @@ class Predictor:
                 bucket_cap_mb=request.bucket_cap_mb or self.evidence.cap_mb,
                 bucket_bytes=tuple(bucket.nbytes for bucket in given.buckets),
                 step_ms=StepInterval(middle, (min(float(low), middle), max(float(high), middle))),
+                measured_ms=known.step_ms.mean if known and known.step_ms else None,
                 samples_per_s=rate,
                 efficiency=self._efficiency(target, rate),
                 breakdown_ms=exact.parts_ms,
@@ -163,7 +172,7 @@ class Predictor:
             alike = [lv for lv in rest.together if (lv.nodes > 1) == (level.nodes > 1)]
             if not alike or rest.single is None or level.step_ms is None:
                 continue
-            others = Predictor(rest)
+            others = Predictor(rest, self.model_error)
             request = Request(
                 level.dp,
                 accumulation=level.accumulation,
@@ -180,22 +189,24 @@ class Predictor:
                     error_pct=(found.median / measured - 1) * 100,
                 )
             )
-        if tests:
-            return BackTests(tuple(tests), None)
         together = evidence.together
+        tested = {test.held_out for test in tests}
+        left_out = tuple(level.id for level in together if level.id not in tested)
+        if tests:
+            return BackTests(tuple(tests), None, left_out)
         if evidence.single is None:
             why = "without a dp = 1 level nothing separates compute from what communication costs"
-        elif len({lv.dp for lv in together}) < 2:
+        elif len(together) < 2:
             why = (
                 f"{together[0].id} is the only level with communication: nothing is left to hold "
                 "out, and one number of ranks cannot tell a ring from a tree"
             )
         else:
             why = (
-                "each level with communication is the only one of its kind, within a node or "
-                "between nodes: nothing is left to hold out"
+                f"{' and '.join(lv.id for lv in together)} are each the only level of their "
+                "kind, within a node or between nodes: nothing is left to hold out"
             )
-        return BackTests((), why)
+        return BackTests((), why, left_out)
 
     def _target(self, request: Request) -> tuple[Target, list[str]]:
         notes: list[str] = []
@@ -237,7 +248,8 @@ class Predictor:
                 within.curve.latency_ms,
                 max(8 / (wanted * 1e6 * _TCP_EFFICIENCY), within.curve.ms_per_byte),
             )
-            model = NetworkModel(curve, (), 0.1, (), "nothing", within.ranks, True)
+            # No sizes: none were measured there.
+            model = NetworkModel(curve, (), 0.1, (), "nothing", within.ranks, (0, 0), True)
             return model, [
                 "The network between nodes was not measured: a ring over links of "
                 f"{wanted:g} Gbit/s is assumed, with the latency that was seen within a node."
@@ -266,9 +278,14 @@ class Predictor:
         assert level.allreduce is not None
         assert level.allreduce.link is not None
         rate = level.allreduce.link.gbit_per_s
+        notes = []
+        if not rate / _FAR <= wanted <= rate * _FAR:
+            notes.append(
+                f"{wanted:g} Gbit/s is far from the {rate:.3g} that were measured: what else "
+                "bounds an AllReduce did not show."
+            )
         every = (*level.allreduce.sizes, *level.allreduce.buckets)
         used = max((size.busbw_gb_per_s for size in every), default=0.0) * 8 / rate
-        notes = []
         if used < _LINK_BOUND:
             # Only what the link itself takes changes with its rate.
             wanted = rate / (1 - used + used * rate / wanted)
@@ -278,15 +295,53 @@ class Predictor:
             )
         return model.with_bandwidth(rate, wanted), notes
 
+    def _measured(self, target: Target) -> LevelResult | None:
+        """Returns the level that has measured just this; None where it was not."""
+        if replace(target.request, dp=1, accumulation=None, ranks_per_node=None) != Request(1):
+            return None
+        return next(
+            (
+                lv
+                for lv in self.evidence.levels
+                if (lv.dp, lv.nodes, lv.accumulation)
+                == (target.dp, target.nodes, target.accumulation)
+            ),
+            None,
+        )
+
     def _notes(self, target: Target, model: NetworkModel | None) -> list[str]:
         """Says in what way a target goes beyond what was measured."""
         notes = []
+        most = max(level.accumulation for level in self.evidence.levels)
+        if target.accumulation > _FAR * most:
+            notes.append(f"More micro-steps than were measured; the most were {most}.")
+        if model is not None and model.sizes != (0, 0):
+            buckets = self.evidence.buckets(target)
+            low, high = min(b.nbytes for b in buckets), max(b.nbytes for b in buckets)
+            if low < model.sizes[0] or high > model.sizes[1]:
+                notes.append(
+                    f"Buckets of {units.nbytes(low)} to {units.nbytes(high)}; AllReduces of "
+                    f"{units.nbytes(model.sizes[0])} to {units.nbytes(model.sizes[1])} were "
+                    "measured."
+                )
+            measured = self.evidence.largest.allreduce
+            there = len(measured.buckets) if measured else 0
+            if there and len(buckets) > _FAR * there:
+                notes.append(
+                    f"{len(buckets)} buckets, and {there} when measured: what each costs beside "
+                    "its AllReduce is a guess."
+                )
+        if model is not None and model.sizes != (0, 0) and not model.held_out:
+            notes.append(
+                "Too few sizes of AllReduce were measured to hold any out (--allreduce-max-mb)."
+            )
         if model is not None and target.dp not in model.ranks and len(model.ranks) == 1:
             name = model.curve.form
             notes.append(
                 f"AllReduce was measured on {model.ranks[0]} ranks only "
                 f"{'between nodes' if model.between_nodes else 'within a node'}, which cannot "
-                f"tell a ring from a tree: a {name} is assumed."
+                f"tell a ring from a tree, nor what a hop costs: a {name} is assumed, and half of "
+                "the latency in hops."
             )
         if target.request.gradient_dtype in ("bf16", "fp16"):
             notes.append(
@@ -313,6 +368,7 @@ class Predictor:
         if single is None or single.costs_ms is None:
             return None
         alone = single.costs_ms.step_ms(target.accumulation)
+        alone += self.evidence.residual_ms(single) * target.accumulation / single.accumulation
         return rate / target.dp / ((single.micro_batch or 0) * target.accumulation / alone * 1e3)
 
     def _in_training(self, target: Target) -> float:
@@ -358,23 +414,32 @@ class Predictor:
         """Draws what is not known exactly; the same way for every target."""
         random = np.random.default_rng(_SEED)
         base = self.evidence.base(target)
-        noise = _LEAST_COMPUTE_ERROR
-        if base.step_ms is not None and base.step_ms.ci95 is not None:
-            low, high = base.step_ms.ci95
-            noise = max(noise, (high - low) / 2 / 1.96 / base.step_ms.median)
+        noise, step = _LEAST_COMPUTE_ERROR, base.step_ms
+        if step is not None:
+            noise = max(noise, _BETWEEN_LAUNCHES * (step.p90 - step.p10) / 2.56 / step.median)
+            if step.ci95 is not None:
+                noise = max(noise, (step.ci95[1] - step.ci95[0]) / 2 / 1.96 / step.median)
         spread = model.uncertainty(target.dp) if model is not None else 0.0
         rivals = 1 + len(model.rivals) if model is not None else 1
-        normal = random.standard_normal((_DRAWS, 5))
+        residual = self.evidence.residual_ms(base)
+        if step is not None:
+            noise = max(noise, abs(residual) / 2 / step.mean)
+        if (slower := self.evidence.slower(target)) > 1:
+            noise = math.hypot(noise, _CROWDING_ERROR * (1 - 1 / slower))
+        normal = random.standard_normal((_DRAWS, 6))
+        unseen = random.random(_DRAWS)
         pick = random.random(_DRAWS)
         return [
             Scatter(
                 compute=max(0.1, 1 + noise * z[0]),
                 network=in_training + spread * z[1],
+                fill=z[5],
                 contention=math.exp(_CONTENTION_ERROR * z[2]),
+                unseen=2 * v,
                 wait=max(0.0, 1 + _WAIT_ERROR * z[3]),
                 model=max(0.1, 1 + self.model_error * z[4]),
                 # Half of the draws by the chosen form.
                 rival=0 if u < 0.5 else int((u - 0.5) * 2 * rivals),
             )
-            for z, u in zip(normal.tolist(), pick.tolist(), strict=True)
+            for z, u, v in zip(normal.tolist(), pick.tolist(), unseen.tolist(), strict=True)
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,9 +51,27 @@ class Proposal:
     caveat: str = ""
 
     @property
+    def changes_training(self) -> bool:
+        """Whether what is computed changes, and not only how fast."""
+        return self.setting in ("accumulation", "gradient_dtype")
+
+    @property
     def can_be_confirmed(self) -> bool:
         """Whether the worker can apply it: gradients of another type need a hook of the user's."""
         return self.setting != "gradient_dtype"
+
+
+def best_to_confirm(proposals: Sequence[Proposal]) -> Proposal | None:
+    """Returns the one that gains most of those that leave training as it is, else of all.
+
+    Only those that the worker can apply; None where there is none.
+
+    Args:
+        proposals: The best first.
+    """
+    fit = [one for one in proposals if one.can_be_confirmed]
+    same = [one for one in fit if not one.changes_training]
+    return next(iter(same or fit), None)
 
 
 def propose(predictor: Predictor) -> tuple[Proposal, ...]:

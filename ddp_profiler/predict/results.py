@@ -34,12 +34,13 @@ class Prediction:
         global_batch: Samples of a step over all ranks.
         bucket_cap_mb: Size limit of buckets, in MB of 2**20 bytes; None if not known.
         bucket_bytes: The buckets, in the order of reduction.
-        step_ms: The step.
+        step_ms: The step: mean over steps and ranks, as the parts are; 90 % of what it may be.
+        measured_ms: The mean plain step where this setting was measured, else None.
         samples_per_s: Throughput of all ranks at the median.
         efficiency: Throughput over dp times that of dp = 1; None without a dp = 1 level.
         breakdown_ms: The parts of a measured step, summing to the mean step.
         overlap_fraction: Share of the time in which gradients travel that is hidden.
-        allreduce_ms: All buckets reduced one after the other, nothing beside them.
+        allreduce_ms: All buckets handed over at once, nothing beside them.
         naive_ms: The two answers that need no replay.
         extrapolated: Whether it goes beyond what was measured.
         notes: Why, and what is assumed.
@@ -53,6 +54,7 @@ class Prediction:
     bucket_cap_mb: float | None
     bucket_bytes: tuple[int, ...]
     step_ms: StepInterval
+    measured_ms: float | None
     samples_per_s: float
     efficiency: float | None
     breakdown_ms: Mapping[str, float]
@@ -84,7 +86,14 @@ class BackTest:
 
 @dataclass(frozen=True)
 class BackTests:
-    """Every level that can be predicted from others; ``why_not`` says why there is none."""
+    """Every level that can be predicted from others.
+
+    Attributes:
+        tests: One for each of them.
+        why_not: Why there is none; None where there is one.
+        left_out: The ids of levels of 2 or more ranks that could not be held out.
+    """
 
     tests: tuple[BackTest, ...]
     why_not: str | None
+    left_out: tuple[str, ...] = ()

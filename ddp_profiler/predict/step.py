@@ -29,7 +29,9 @@ class Ingredients:
             from 0 to 1.
         copy: Copying each bucket to the gradients.
         fill: What a synchronising backward takes more than another, without communication.
+        fill_error: Standard error of it, where other buckets were measured.
         contention_per_byte: By how much backward slows down for a byte that travels beside it.
+        contention_unseen: Whether that is half of the most that it may be, since nothing showed.
         wait: Waiting for the last rank at a reduction.
         optimizer: Per step.
         forward_comm: Per step.
@@ -45,7 +47,9 @@ class Ingredients:
     buckets: tuple[Bucket, ...]
     copy: tuple[float, ...]
     fill: float
+    fill_error: float
     contention_per_byte: float
+    contention_unseen: bool
     wait: float
     optimizer: float
     forward_comm: float
@@ -60,7 +64,9 @@ class Scatter:
     Attributes:
         compute: Of all that a rank does by itself.
         network: Of all AllReduces.
-        contention: Of contention.
+        fill: Standard errors of what filling buckets takes; no factor.
+        contention: Of contention that was seen.
+        unseen: Of contention that was not: from 0 to 2.
         wait: Of waiting.
         model: Of the whole step.
         rival: Which of the network model's forms: 0 for the chosen one.
@@ -68,7 +74,9 @@ class Scatter:
 
     compute: float = 1.0
     network: float = 0.0
+    fill: float = 0.0
     contention: float = 1.0
+    unseen: float = 1.0
     wait: float = 1.0
     model: float = 1.0
     rival: int = 0
@@ -85,7 +93,7 @@ class ReplayedStep:
     Attributes:
         parts_ms: The parts of a step, in ms, mean over ranks; the step is their sum.
         backward: Its last synchronising backward, on the last rank.
-        allreduce_ms: All its buckets, one after the other, nothing beside them.
+        allreduce_ms: All its buckets handed over at once, nothing beside them.
     """
 
     parts_ms: Mapping[str, float]
@@ -114,6 +122,8 @@ def replay_step(
         drawn: Factors.
     """
     own = {part: value * drawn.compute for part, value in given.own.items()}
+    fill = max(0.0, given.fill * drawn.compute + drawn.fill * given.fill_error)
+    share = drawn.unseen if given.contention_unseen else drawn.contention
     typical = own["backward"] - given.late_backward * drawn.compute
     costs = _costs(given, model, drawn)
     # Each rank sends and receives so many bytes for each byte of a bucket.
@@ -121,7 +131,7 @@ def replay_step(
     travelling = passes * sum(bucket.nbytes for bucket in given.buckets)
     contention = 0.0
     for _ in range(_ROUNDS if given.contention_per_byte else 1):
-        local_end = typical + given.fill * drawn.compute + contention
+        local_end = typical + fill + contention
         done = replay(
             [Bucket(bucket.nbytes, bucket.ready_ms * local_end) for bucket in given.buckets],
             costs,
@@ -129,7 +139,7 @@ def replay_step(
             at_once=given.at_once,
             copy_ms=given.copy,
         )
-        slowed = given.contention_per_byte * drawn.contention * travelling
+        slowed = given.contention_per_byte * share * travelling
         # What travels takes at most all of the time in which it does.
         contention = min(slowed * done.overlapped_wire_fraction, done.overlapped_ms)
     parts = dict.fromkeys(PARTS, 0.0)
@@ -141,7 +151,9 @@ def replay_step(
     parts["optimizer"] = given.optimizer * drawn.compute
     parts["forward_comm"] = given.forward_comm
     parts["backward_comm"] = given.backward_comm
-    return ReplayedStep(parts, done, sum(cost.latency_ms + cost.wire_ms for cost in costs))
+    at_once = [Bucket(bucket.nbytes, 0.0) for bucket in given.buckets]
+    alone = replay(at_once, costs, 0.0, at_once=given.at_once)
+    return ReplayedStep(parts, done, alone.last_end_ms)
 
 
 def _costs(given: Ingredients, model: NetworkModel | None, drawn: Scatter) -> Sequence[Cost]:

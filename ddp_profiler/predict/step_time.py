@@ -62,14 +62,26 @@ def first_of(*sources: StepTimes) -> StepTimes:
 
 
 def measured(summary: Summary) -> StepTimes:
-    """Returns a source that knows what a run has measured.
+    """Returns a source that knows the very settings that a run has measured."""
+    levels = _levels(summary)
 
-    In this order: a level of the same settings; a level of the same dp and micro-batch at the
-    nearest accumulation, re-expressed; a level of the same dp, re-expressed at the micro-batch
-    as well, by the run's curve of micro-batches at that dp. A level is re-expressed by adding
-    to its plain step what the step model says that the other setting takes more.
+    def ask(batch: Batch) -> StepTime | None:
+        asked = (batch.dp, batch.micro_batch, batch.accumulation)
+        found = [lv for lv in levels if (lv.dp, lv.micro_batch, lv.accumulation) == asked]
+        return _re_expressed(found[0], batch, None) if found else None
+
+    return ask
+
+
+def re_expressed(summary: Summary) -> StepTimes:
+    """Returns a source that knows what a run has measured nearby, at the same dp.
+
+    In this order: a level of the same micro-batch at the nearest accumulation; a level
+    re-expressed at the micro-batch as well, by the run's curve of micro-batches at that dp.
+    A level is re-expressed by adding to its plain step what the step model says that the other
+    setting takes more; a rank that is late by more in more micro-steps is not followed.
     """
-    levels = [level for level in summary.levels if level.step_ms is not None and level.micro_batch]
+    levels = _levels(summary)
 
     def ask(batch: Batch) -> StepTime | None:
         there = [level for level in levels if level.dp == batch.dp]
@@ -86,6 +98,10 @@ def measured(summary: Summary) -> StepTimes:
         return next((time for time in times if time is not None), None)
 
     return ask
+
+
+def _levels(summary: Summary) -> list[LevelResult]:
+    return [level for level in summary.levels if level.step_ms is not None and level.micro_batch]
 
 
 def _re_expressed(

@@ -31,6 +31,11 @@ def summary_file(folder: Path) -> Path:
     return folder / SUMMARY_FILE
 
 
+def report_file(folder: Path) -> Path:
+    """Returns the path of the page of the run."""
+    return folder / REPORT_FILE
+
+
 def plots_folder(folder: Path) -> Path:
     """Returns the folder of the pictures."""
     return folder / PLOTS_FOLDER
@@ -83,6 +88,11 @@ def rank_files(folder: Path) -> dict[int, Path]:
 
 class FolderTakenError(UsageError):
     """A folder already holds a run."""
+
+
+def is_run(path: Path) -> bool:
+    """Tells whether a path is a run folder of ours, and no folder of traces."""
+    return run_file(path).is_file() and (bool(rank_files(path)) or (path / KINETO_FOLDER).is_dir())
 
 
 def default_folder(name: str, now: datetime, number: int = 1) -> Path:

@@ -18,6 +18,7 @@ from ddp_profiler.analysis.sampled import lateness
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.report.micro_batch import micro_batch_lines, micro_batch_table
 from ddp_profiler.report.text import WIDTH, simple_table, text_console
+from ddp_profiler.report.text import for_encoding as for_encoding
 
 _GAP = 2
 _HEADER_LEAST = 8
@@ -25,10 +26,6 @@ _CORNER = "ms a step"
 _CLOCKS_SHOWN = 4
 _ROOFS_SHOWN = 3
 _WINDOWS_SHOWN = 12
-_ASCII_BOX = {
-    code: "-" if chr(code) in "─━┄┅┈┉╌╍═╴╶╸╺╼╾" else "|" if chr(code) in "│┃┆┇┊┋╎╏║╵╷╹╻╽╿" else "+"
-    for code in range(0x2500, 0x2580)
-}
 
 _WATERFALL_LABELS = {
     "bare": "bare model at dp 1",
@@ -71,31 +68,6 @@ def render(summary: Summary, *, color: bool = False) -> str:
     for line in (*micro_batch_lines(summary.micro_batches), *_footnotes(summary)):
         console.print(Text(units.printable(line)))
     return output.getvalue()
-
-
-def for_encoding(text: str, encoding: str | None) -> str:
-    r"""Returns a text that a stream of this encoding can take.
-
-    A text that it can take already stays as it is. Else the lines of tables become ASCII,
-    and other characters that cannot be encoded are escaped.
-
-    >>> for_encoding("── é ±", "ascii"), for_encoding("── é ±", "utf-8")
-    ('-- \\xe9 \\xb1', '── é ±')
-
-    Args:
-        text: Any text.
-        encoding: As ``sys.stdout.encoding`` says; None for a stream that takes everything.
-    """
-    if encoding is None:
-        return text
-    try:
-        text.encode(encoding)
-        return text
-    except LookupError:
-        encoding = "ascii"
-    except UnicodeEncodeError:
-        pass
-    return text.translate(_ASCII_BOX).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _heading(summary: Summary) -> list[str]:
@@ -496,9 +468,10 @@ def _confirmation(found: ConfirmedGain | None) -> list[str]:
         real += f" ({units.ms(found.ci95_ms[0])} to {units.ms(found.ci95_ms[1])})"
     share = found.gain_ms / found.before_ms if found.before_ms else None
     off = "" if found.error_pct is None else f"; the prediction is off by {found.error_pct:+.1f} %"
+    # Above 0 for certain, or not.
+    word = "confirmed" if found.error_pct is not None and found.gain_ms > 0 else "not confirmed"
     return [
-        f"confirmed: {said}, {real}, {units.percent(share, 0)} of {units.ms(found.before_ms)} ms"
-        f"{off}"
+        f"{word}: {said}, {real}, {units.percent(share, 0)} of {units.ms(found.before_ms)} ms{off}"
     ]
 
 

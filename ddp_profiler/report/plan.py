@@ -13,6 +13,14 @@ from ddp_profiler.predict.plan import Alternative, Plan
 from ddp_profiler.report.text import table_of, text_console
 
 _ALTERNATIVES_SHOWN = 8
+_KINDS = {
+    "given": "by --step-ms",
+    "measured": "by a level of the run with these settings",
+    "re-expressed": "measured at this dp, and moved by the step model; see --json",
+    "predicted": "the study replayed at these settings",
+    "extrapolated": "predicted, beyond what was measured",
+}
+"""Where step times come from, in a word, and what it means."""
 _FITS = {True: "yes", False: "no", None: "?"}
 
 
@@ -44,10 +52,13 @@ def render(plan: Plan, *, color: bool = False) -> str:
         console.print()
         say(f"other settings of global batch {plan.global_batch}, the best first")
         console.print(_alternatives(plan.alternatives))
+        for line in _legend(plan.alternatives):
+            say(line)
         left = len(plan.alternatives) - _ALTERNATIVES_SHOWN
         if left > 0:
             say(f"and {left} more, with --json")
-    return output.getvalue()
+    # The library fills cells up with blanks, which would wrap in a narrower window.
+    return "".join(line.rstrip() + "\n" for line in output.getvalue().splitlines())
 
 
 def _heading(plan: Plan) -> list[str]:
@@ -64,14 +75,22 @@ def _counts(plan: Plan) -> Table:
     table = table_of(("", "left"), ("an epoch", "right"), ("in all", "right"))
     epochs = plan.epochs
 
-    def row(label: str, each: int, *, style: str = "") -> None:
-        table.add_row(label, str(each), str(each * epochs), style=style)
+    def row(label: str, each: int, total: int | None = None) -> None:
+        table.add_row(label, str(each), str(each * epochs if total is None else total))
 
-    row("samples that steps use", plan.samples_processed)
-    row("  of them repeated", plan.samples_repeated)
-    row("samples dropped", plan.samples_dropped)
+    row("samples that steps use", plan.samples_processed, plan.total_samples_processed)
+    row("samples repeated", plan.samples_repeated)
+    row("samples dropped", plan.samples_dropped, plan.total_samples_dropped)
     row("samples of a rank", plan.samples_per_rank)
     row("micro-steps", plan.micro_steps_per_epoch)
+    if plan.total_unused_micro_steps:
+        # Where windows carry over they are those at the end of the run, and of no epoch.
+        carried = plan.total_samples_dropped > epochs * plan.samples_dropped
+        table.add_row(
+            "  that no step takes",
+            units.NOTHING if carried else str(plan.total_unused_micro_steps // epochs),
+            str(plan.total_unused_micro_steps),
+        )
     each = plan.optimizer_steps_per_epoch
     table.add_row(
         "optimizer steps",
@@ -94,6 +113,7 @@ def _time(plan: Plan) -> list[str]:
     more = "".join(
         f" + {name} {units.duration(terms[key])}"
         for key, name in (
+            ("unused_micro_steps", "unused micro-steps"),
             ("startup", "start-up"),
             ("evaluation", "evaluations"),
             ("checkpoint", "checkpoints"),
@@ -116,7 +136,7 @@ def _alternatives(alternatives: Sequence[Alternative]) -> Table:
     if known:
         columns.append(("fits", "left"))
     if timed:
-        columns += [("step (ms)", "right"), ("training time", "right"), ("", "left")]
+        columns += [("step (ms)", "right"), ("time", "right"), ("from", "left")]
     table = table_of(*columns)
     for other in alternatives[:_ALTERNATIVES_SHOWN]:
         cells = [
@@ -129,7 +149,27 @@ def _alternatives(alternatives: Sequence[Alternative]) -> Table:
             cells += [
                 units.ms(other.step_ms),
                 units.duration(other.training_time_s),
-                units.printable(other.source or ""),
+                _kind(other.source),
             ]
         table.add_row(*cells)
     return table
+
+
+def _kind(source: str | None) -> str:
+    """Returns the source of a step time in a word; the source itself if it is another."""
+    if source is None:
+        return ""
+    for words, kind in (
+        ("re-expressed", "re-expressed"),
+        ("beyond what was measured", "extrapolated"),
+    ):
+        if words in source:
+            return kind
+    first = source.split(maxsplit=1)[0]
+    return first if first in _KINDS else units.printable(source)
+
+
+def _legend(alternatives: Sequence[Alternative]) -> list[str]:
+    """Explains the words for sources that are shown."""
+    shown = {_kind(other.source) for other in alternatives[:_ALTERNATIVES_SHOWN]}
+    return [f"{kind}: {meaning}" for kind, meaning in _KINDS.items() if kind in shown]

@@ -144,7 +144,7 @@ def scaling(summary: Summary) -> Figure | None:
     }
     if not any(point.level.dp > 1 for point in points.values()):
         return None
-    groups = _lines_over_dp([point.level for point in points.values()])
+    groups = lines_over_dp([point.level for point in points.values()])
     figure = _figure(9.6 if len(groups) == 1 else 11.0, max(4.2, 1.6 + 0.2 * len(groups)))
     left, right = figure.subplots(1, 2)
     reached, ends = [], []
@@ -217,7 +217,7 @@ def _scaling_title(points: Sequence[_Scaled]) -> str:
     )
 
 
-def _lines_over_dp(levels: Sequence[LevelResult]) -> dict[str, list[LevelResult]]:
+def lines_over_dp(levels: Sequence[LevelResult]) -> dict[str, list[LevelResult]]:
     """Groups levels to lines by the settings that stay, in the way that gives the fewest lines.
 
     Lines are named by the settings in which they differ.

@@ -16,12 +16,13 @@ from ddp_profiler.predict.network import NetworkModel
 from ddp_profiler.predict.results import BackTests, Prediction
 from ddp_profiler.report.text import table_of, text_console
 
+_COLUMNS = 6
+"""Predictions beside each other in the table of parts."""
 _FORMS_SHOWN = 3
 _FORM_NAMES = {
     "ring": "ring",
     "tree": "tree",
     "shared": "ring on one shared medium",
-    "doubling": "recursive doubling",
 }
 
 
@@ -39,6 +40,7 @@ def as_json(
         "predictions": [asdict(one) for one in found],
         "backtest": [asdict(test) for test in tests.tests],
         "backtest_not_possible": tests.why_not,
+        "backtest_left_out": list(tests.left_out),
         "model": {"networks": [_network_json(model) for model in networks]},
     }
 
@@ -55,7 +57,15 @@ def _network_json(model: NetworkModel) -> dict[str, Any]:
         "ranks": list(model.ranks),
         "held_out_unit": model.unit,
         "held_out": [{"form": one.form, "rms_error_fraction": one.error} for one in model.held_out],
-        "not_told_apart": [rival.form for rival in model.rivals],
+        "not_told_apart": [
+            {
+                "form": rival.form,
+                "overhead_ms": rival.overhead_ms,
+                "latency_ms": rival.latency_ms,
+                "bandwidth_gb_per_s": 1e-6 / rival.ms_per_byte if rival.ms_per_byte else None,
+            }
+            for rival in model.rivals
+        ],
     }
 
 
@@ -82,8 +92,9 @@ def render(
     console.print()
     console.print(_steps(found))
     console.print()
-    console.print(_parts(found))
-    console.print()
+    for begin in range(0, len(found), _COLUMNS):
+        console.print(_parts(found[begin : begin + _COLUMNS]))
+        console.print()
     for line in _back_test_heading(tests):
         console.print(Text(line))
     if tests.tests:
@@ -133,6 +144,8 @@ def _parts(found: Sequence[Prediction]) -> Table:
                 part.replace("_", " "), *(units.ms(one.breakdown_ms[part]) for one in found)
             )
     table.add_row("step", *(units.ms(one.step_ms.median) for one in found))
+    if any(one.measured_ms is not None for one in found):
+        table.add_row("  as it was measured", *(units.ms(one.measured_ms) for one in found))
     table.add_row("overlap", *(units.percent(one.overlap_fraction, 0) for one in found))
     table.add_row("no overlap at all", *(units.ms(one.naive_ms.no_overlap_ms) for one in found))
     table.add_row("perfect overlap", *(units.ms(one.naive_ms.perfect_overlap_ms) for one in found))
@@ -142,7 +155,12 @@ def _parts(found: Sequence[Prediction]) -> Table:
 def _back_test_heading(tests: BackTests) -> list[str]:
     if tests.why_not is not None:
         return [f"Back-test: not possible: {tests.why_not}."]
-    return ["Back-test: each measured level predicted from the others."]
+    rest = ", ".join(units.printable(name) for name in tests.left_out)
+    alone = f" Not {rest}: the only one of its kind, or without a dp 1 to start from."
+    return [
+        "Back-test: each measured level predicted from the others."
+        + (alone if tests.left_out else "")
+    ]
 
 
 def _back_tests(tests: BackTests) -> Table:
@@ -172,12 +190,16 @@ def _network_line(model: NetworkModel) -> str:
     tried = ", ".join(
         f"{one.form} {units.percent(one.error)}" for one in model.held_out[:_FORMS_SHOWN]
     )
-    rivals = ", ".join(_FORM_NAMES[rival.form] for rival in model.rivals)
+    others = [_FORM_NAMES[rival.form] for rival in model.rivals if rival.form != curve.form]
+    if any(rival.form == curve.form for rival in model.rivals):
+        others.append("all of its latency once, or all in hops")
+    rivals = ", ".join(dict.fromkeys(others))
+    held_out = f" Held out by {model.unit}: {tried}." if tried else ""
     return (
         f"AllReduce {where}: {_FORM_NAMES[curve.form]}"
         f"{', by size' if curve.correction else ''}; {units.ms(curve.overhead_ms)} ms + "
         f"{units.ms(curve.latency_ms)} ms a hop, {rate}; measured on "
-        f"{', '.join(map(str, model.ranks))} ranks. Held out by {model.unit}: {tried}."
+        f"{', '.join(map(str, model.ranks))} ranks.{held_out}"
         + (f" Not told apart from: {rivals}." if rivals else "")
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from ddp_profiler import units
+from ddp_profiler.naming import name_ranks
 from ddp_profiler.report.exact import us
 from ddp_profiler.report.text import ms_of_ns, table_of
 from ddp_profiler.trace.across import AcrossRanks, Meetings, Waiting
@@ -72,6 +73,10 @@ def as_json(
                     "steps": one.steps,
                     "steps_worst": one.steps_worst,
                     "steps_worst_fraction": one.steps_worst / one.steps if one.steps else None,
+                    "excess_us": us(one.excess_ns),
+                    "clearly": one.clearly,
+                    "outliers": one.outliers,
+                    "outliers_us": us(one.outlier_ns),
                 }
                 for one in across.lateness
             ],
@@ -86,6 +91,7 @@ def as_json(
                 "steps": [
                     {
                         "step": step.step,
+                        "occurrence": step.occurrence,
                         "complete": step.complete,
                         "reductions": step.count,
                         "elements": step.elements,
@@ -142,7 +148,11 @@ def _rank(split: RankSplit, across: AcrossRanks) -> Mapping[str, Any]:
     return {
         "rank": split.rank,
         "steps": [
-            {"step": step.step.number, **_waiting(steps[place] if steps else None)}
+            {
+                "step": step.step.number,
+                "occurrence": step.step.occurrence,
+                **_waiting(steps[place] if steps else None),
+            }
             for place, step in enumerate(split.steps)
         ],
         "total": _waiting(total),
@@ -251,7 +261,7 @@ def _matched(
                     str(rank): us(ns + zero_ns)
                     for rank, ns in zip(found.ranks, meetings.begin_ns[row].tolist(), strict=True)
                 },
-                "transfer_us": us(transfer_ns),
+                "transfer_us": us(transfer_ns) if meetings.whole else None,
                 "wait_us_by_rank": {
                     str(rank): us(ns)
                     for rank, ns in zip(found.ranks, meetings.wait_ns[row].tolist(), strict=True)
@@ -259,7 +269,9 @@ def _matched(
                 "last_rank": found.ranks[last] if meets else None,
                 "lag_us": us(int(meetings.lag_ns[row])) if meets else None,
                 "last_is_clear": bool(meetings.clear[row]) if meets else None,
-                "busbw_gb_per_s": transfer_rate(first, place, transfer_ns) if meets else None,
+                "busbw_gb_per_s": transfer_rate(first, place, transfer_ns)
+                if meets and meetings.whole
+                else None,
             }
         yield result
 
@@ -278,6 +290,7 @@ def _described(split: RankSplit, place: int) -> Mapping[str, Any]:
         "group_size": group_size(trace, group),
         "stream": stream if stream >= 0 else None,
         "step": split.steps[step].step.number if step >= 0 else None,
+        "step_occurrence": split.steps[step].step.occurrence if step >= 0 else None,
     }
 
 
@@ -327,7 +340,12 @@ def _across(found: TraceSet, across: AcrossRanks) -> list[str | Table]:
         f"{_shown_us(clocks.typical_ns)}). Begin is when a kernel starts on its stream: what it "
         "queued for before is not in it."
     )
-    if found.world_size is not None and len(found.ranks) < found.world_size:
+    given = [split.rank for split in found.ranks]
+    left_out = [rank for rank in given if rank not in clocks.reference]
+    if left_out:
+        compared = name_ranks(rank for rank in given if rank in clocks.reference)
+        head += f" All is said of {compared} only; {name_ranks(left_out)} could not be compared."
+    elif found.world_size is not None and len(given) < found.world_size:
         head += " All is said of the ranks given only."
     several = len(set(clocks.reference.values())) > 1
     table = table_of(

@@ -13,6 +13,11 @@ from ddp_profiler import units
 WIDTH = 80
 """Columns of a terminal that every text fits."""
 
+_ASCII_BOX = {
+    code: "-" if chr(code) in "─━┄┅┈┉╌╍═╴╶╸╺╼╾" else "|" if chr(code) in "│┃┆┇┊┋╎╏║╵╷╹╻╽╿" else "+"
+    for code in range(0x2500, 0x2580)
+}
+
 
 def text_console(output: io.StringIO, *, color: bool) -> Console:
     """Returns a console that writes plain text, with escapes for colour only where asked for."""
@@ -46,3 +51,28 @@ def table_of(*columns: tuple[str, str]) -> Table:
 def ms_of_ns(time_ns: int | None) -> str:
     """Returns a time in ns as ms for a cell; a sign for nothing where it is None."""
     return units.ms(None if time_ns is None else time_ns / 1e6)
+
+
+def for_encoding(text: str, encoding: str | None) -> str:
+    r"""Returns a text that a stream of this encoding can take.
+
+    A text that it can take already stays as it is. Else the lines of tables become ASCII,
+    and other characters that cannot be encoded are escaped.
+
+    >>> for_encoding("── é ±", "ascii"), for_encoding("── é ±", "utf-8")
+    ('-- \\xe9 \\xb1', '── é ±')
+
+    Args:
+        text: Any text.
+        encoding: As ``sys.stdout.encoding`` says; None for a stream that takes everything.
+    """
+    if encoding is None:
+        return text
+    try:
+        text.encode(encoding)
+        return text
+    except LookupError:
+        encoding = "ascii"
+    except UnicodeEncodeError:
+        pass
+    return text.translate(_ASCII_BOX).encode(encoding, "backslashreplace").decode(encoding)

@@ -112,6 +112,7 @@ def _step_json(found: StepParts) -> Mapping[str, Any]:
     step = found.step
     return {
         "step": step.number,
+        "occurrence": step.occurrence,
         "begin_us": us(step.begin_ns),
         "step_us": us(step.end_ns - step.begin_ns),
         "complete": not step.incomplete,
@@ -234,7 +235,7 @@ def _steps_table(found: TraceSet) -> Table:
     for rank in found.ranks[:_RANKS_SHOWN]:
         label = [str(rank.rank)] if several else []
         for step in _shown(rank.steps):
-            name = "..." if step is None else f"{step.step.number}{_mark(step)}"
+            name = "..." if step is None else f"{step.step.label}{_mark(step)}"
             cells = ["..."] + [""] * 7 if step is None else [name, *_cells(step.parts)]
             table.add_row(*label, *cells)
             label = [""] if several else []
@@ -297,7 +298,7 @@ def _shares_table(found: TraceSet) -> Table | None:
             share.kind.value,
             units.printable(share.group or units.NOTHING),
             str(share.count),
-            units.NOTHING if share.elements is None else str(share.elements),
+            units.NOTHING if share.elements is None else f"{share.elements:,}",
             ms_of_ns(share.comm_ns),
             ms_of_ns(share.exposed_ns),
         )

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from ddp_profiler.naming import name_ranks
 from ddp_profiler.trace import chance
@@ -23,6 +22,7 @@ from ddp_profiler.trace.columns import Ints
 from ddp_profiler.trace.intervals import covered_ns
 from ddp_profiler.trace.kernels import KINDS, Collective, Work
 from ddp_profiler.trace.matching import Bools, GroupMatch, match, only_of
+from ddp_profiler.trace.model import MOST_ELEMENTS, Narrow
 from ddp_profiler.trace.notices import Notices, TraceWarning
 from ddp_profiler.trace.split import RankSplit
 from ddp_profiler.trace.steps import find_steps
@@ -39,10 +39,6 @@ _ALL_MEET = np.array(
         for kind in KINDS
     ]
 )
-
-
-MOST_ELEMENTS = 1 << 40
-"""Elements of a collective beyond which the number must be wrong: no GPU holds so many."""
 
 _PAIR = 2
 _MOST_APART = 0.5
@@ -71,7 +67,9 @@ class Meetings:
         clear: Whether the lag is more than twice the clocks' uncertainty, since the ends of both
             ranks may be off by it, [collective].
         told: Whether ends agree as they should, so that the collective counts, [collective].
-        step: Number of its step on the first rank; -1 for none, [collective].
+        whole: Whether all ranks of the group are here. Without, a wait is that for those given,
+            and what follows may be waiting for one that is missing.
+        step: ``Step.key`` of its step on the first rank; -1 for none, [collective].
     """
 
     match: GroupMatch
@@ -85,6 +83,7 @@ class Meetings:
     clear: Bools
     told: Bools
     step: Ints
+    whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,15 +91,17 @@ class Waiting:
     """Exposed communication of a rank, divided; all in ns.
 
     exposed_wait + exposed_transfer + exposed_untold = exposed communication. Where there are
-    collectives, but none of them was compared, only the last of these is known.
+    collectives, but none of them was compared, only the last of these is known. Where of none all
+    ranks of the group were compared, transfer is not known, and waiting is that for the others.
 
     Attributes:
         wait_ns: Sum of its waits.
         transfer_ns: Sum of what its collectives last once all have joined.
         exposed_wait_ns: Time in which nothing computes and no collective transfers.
         exposed_transfer_ns: Time in which nothing computes and one transfers.
-        exposed_untold_ns: Time of collectives that could not be compared, as far as neither
-            of the two runs.
+        exposed_untold_ns: Time of collectives that could not be compared, or after the last of
+            those given has joined where ranks of the group are missing, as far as neither of the
+            two runs.
     """
 
     wait_ns: int | None
@@ -275,7 +276,7 @@ def _meetings(
             f"{name_ranks([found.ranks[end[worst].argmin()], found.ranks[end[worst].argmax()]])}.",
         )
     split = by_rank[found.ranks[0]]
-    of = np.array([step.step.number for step in split.steps] + [-1], np.int64)
+    of = np.array([step.step.key for step in split.steps] + [-1], np.int64)
     return Meetings(
         match=found,
         begin_ns=begin,
@@ -288,22 +289,33 @@ def _meetings(
         clear=meets & told & (last_begin - second > 2 * uncertain),
         told=told,
         step=of[split.collectives.step[found.places[:, 0]]],
+        whole=_all_here(found, split.trace.world_size),
     )
+
+
+def _all_here(found: GroupMatch, world_size: int | None) -> bool:
+    """Returns whether all ranks of a group are compared, as far as the traces tell its size."""
+    size = found.size if found.size is not None else world_size
+    return size is None or len(found.ranks) >= size
 
 
 # ----------------------------------------------------------------------------------------------
 # What a rank's waiting costs it
 
 
-def waits_of(split: RankSplit, meetings: Sequence[Meetings]) -> tuple[Ints, Bools]:
-    """Returns how long each collective of a rank waits, in ns, and whether that is told.
+def waits_of(split: RankSplit, meetings: Sequence[Meetings]) -> tuple[Ints, Bools, Bools]:
+    """Returns how long each collective of a rank waits, and what of it is known, [collective] each.
 
     Args:
         split: The rank.
         meetings: What was compared.
+
+    Returns:
+        The wait in ns, 0 where it is not known; whether it is; and whether all that follows it
+        is transfer.
     """
     wait_ns = np.zeros(len(split.collectives), np.int64)
-    told = np.zeros(len(split.collectives), bool)
+    told, whole = np.zeros(len(split.collectives), bool), np.zeros(len(split.collectives), bool)
     for found in meetings:
         if split.rank not in found.match.ranks:
             continue
@@ -311,12 +323,14 @@ def waits_of(split: RankSplit, meetings: Sequence[Meetings]) -> tuple[Ints, Bool
         places = found.match.places[found.told, column]
         wait_ns[places] = found.wait_ns[found.told, column]
         told[places] = True
+        whole[places] = found.whole
     # Rounding of a drift could exceed the whole by a ns.
-    return np.minimum(wait_ns, split.collectives.end_ns - split.collectives.begin_ns), told
+    longest_ns = split.collectives.end_ns - split.collectives.begin_ns
+    return np.minimum(wait_ns, longest_ns), told, whole
 
 
 def _waiting(split: RankSplit, meetings: Sequence[Meetings]) -> tuple[tuple[Waiting, ...], Waiting]:
-    wait_ns, told = waits_of(split, meetings)
+    wait_ns, told, whole = waits_of(split, meetings)
     gpu, comm = split.trace.gpu, split.collectives
     of_work = find_steps(split.trace, Notices()).of_work
     computes = np.flatnonzero(gpu.work == Work.COMPUTE)
@@ -326,22 +340,23 @@ def _waiting(split: RankSplit, meetings: Sequence[Meetings]) -> tuple[tuple[Wait
         begin, end = gpu.begin_ns[work], gpu.end_ns[work]
         covered = [covered_ns(begin, end)]
         # Each wider than the one before: what it adds is what only it has.
-        known, rest = chosen[told[chosen]], chosen[~told[chosen]]
+        # Where nothing is told, the wait is 0 and all of it is the rest.
+        moved, rest = chosen[whole[chosen]], chosen[~whole[chosen]]
         for more_begin, more_end in (
-            (joined[known], comm.end_ns[known]),
-            (comm.begin_ns[rest], comm.end_ns[rest]),
-            (comm.begin_ns[known], joined[known]),
+            (joined[moved], comm.end_ns[moved]),
+            (joined[rest], comm.end_ns[rest]),
+            (comm.begin_ns[chosen], joined[chosen]),
         ):
             begin, end = np.concatenate((begin, more_begin)), np.concatenate((end, more_end))
             covered.append(covered_ns(begin, end))
         transfer, untold, wait = np.diff(covered).tolist()
-        if rest.size and not known.size:
-            return Waiting(None, None, None, None, exposed_untold_ns=untold)
+        waits = not chosen.size or bool(told[chosen].any())
+        moves = not chosen.size or moved.size > 0
         return Waiting(
-            wait_ns=int(wait_ns[known].sum()),
-            transfer_ns=int((comm.end_ns - joined)[known].sum()),
-            exposed_wait_ns=wait,
-            exposed_transfer_ns=transfer,
+            wait_ns=int(wait_ns[chosen].sum()) if waits else None,
+            transfer_ns=int((comm.end_ns - joined)[moved].sum()) if moves else None,
+            exposed_wait_ns=wait if waits else None,
+            exposed_transfer_ns=transfer if moves else None,
             exposed_untold_ns=untold,
         )
 
@@ -352,7 +367,7 @@ def _waiting(split: RankSplit, meetings: Sequence[Meetings]) -> tuple[tuple[Wait
     return tuple(steps), divided(computes, np.arange(len(comm)))
 
 
-def _by_step(step: npt.NDArray[np.int32], number: int) -> list[Ints]:
+def _by_step(step: Narrow, number: int) -> list[Ints]:
     """Returns the places of what each step has, [step]."""
     order = np.argsort(step, kind="stable")
     edges = np.searchsorted(step[order], np.arange(number + 1))
@@ -411,7 +426,8 @@ def lateness_of(meetings: Sequence[Meetings]) -> tuple[Lateness, ...]:
         )
         # Only where others were last often enough to show what is usual.
         usual = [lag for other in ranks if other != rank for lag in every_lag[other]]
-        far = [lag for lag in lags[rank] if lag > _OUTLIER * max(usual, default=0)]
+        most = max(usual, default=0)
+        far = [lag for lag in lags[rank] if lag > _OUTLIER * most]
         far = far if len(usual) >= _ENOUGH_LAGS else []
         later = chance.later_on_average(means, column)
         if steps >= chance.FEW_STEPS:

@@ -215,16 +215,16 @@ def ends_apart(clocks: Clocks, aligned_ends: Ints) -> npt.NDArray[np.bool_]:
 def _ends(
     by_rank: Mapping[int, RankSplit], matches: Sequence[GroupMatch], zero_ns: int
 ) -> list[_Ends]:
-    """Returns ends that are common; broadcasts only where a group has too few others."""
+    """Returns ends that are common.
+
+    Broadcasts never serve: the root may be done early, always by as much, and a constant
+    distance is what a clock that is off looks like.
+    """
     found = []
-    broadcast = KINDS.index(Collective.BROADCAST)
     for one in matches:
         if one.point_to_point:
             continue
         chosen = ENDS_TOGETHER[one.kind]
-        if chosen.sum() < LEAST:
-            # The root may be done early, so they are only as good as their residual says.
-            chosen = chosen | (one.kind == broadcast)
         ends = np.empty((int(chosen.sum()), len(one.ranks)))
         for column, rank in enumerate(one.ranks):
             split = by_rank[rank]
@@ -558,7 +558,8 @@ def _why_none(agreement: _Agreement, named: bool, bound_ns: float) -> str:
     if not agreement.pairs:
         return (
             "Clocks are compared by the common ends of AllReduce, AllGather and ReduceScatter: "
-            f"at least {LEAST} are needed, and there are {agreement.most_common}."
+            f"at least {LEAST} are needed, and there are {agreement.most_common}. Broadcasts and "
+            "messages do not serve: one rank may be done before another."
         )
     near = sum(pair.near for pair in agreement.pairs.values())
     common = sum(pair.common for pair in agreement.pairs.values())

@@ -132,7 +132,7 @@ def compare_views(split: RankSplit, own: OwnSteps, dp: int) -> Compared:
     steps = []
     for place, found in enumerate(split.steps):
         number = found.step.number
-        if told and 0 <= number < own.collectives.size:
+        if told and found.step.occurrence == 1 and 0 <= number < own.collectives.size:
             steps.append(
                 ComparedStep(
                     number,

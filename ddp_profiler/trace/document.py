@@ -37,11 +37,17 @@ _RAW_EVENTS = msgspec.json.Decoder(list[msgspec.Raw])
 # longer than a piece would be looked at for mistakes too early; sound ones have none.
 _TRUNCATED = "truncated"
 _EVENTS = "traceEvents"
+_ONLY_ONCE = (_EVENTS, "distributedInfo")
+_MORE_EVENTS = re.compile(rb'"traceEvents"\s*:')
+_LONGEST_FOUND = 64
 _BOM = b"\xef\xbb\xbf"
 _LOOK_BACK_TRIES = 64
 
-Decode = Callable[[bytes], None]
-"""Takes a JSON array of events; raises msgspec.DecodeError where the text is no JSON."""
+Decode = Callable[[bytes | memoryview], None]
+"""Takes a JSON array of events, which it may not keep.
+
+Raises msgspec.DecodeError where the text is no JSON.
+"""
 
 
 @dataclass(frozen=True)
@@ -127,11 +133,13 @@ class Document:
         self._notices = notices
         self._lenient = lenient
         self._text = b""
+        self._buffer = bytearray(PIECE_BYTES + 2)
         self._at = 0
         # Bytes of the text before what is held.
         self._before = 0
         self._ended = False
         self._after_events = False
+        self._keys: set[str] = set()
         self.metadata: dict[str, bytes] = {}
         self.is_list = False
         self.has_events = False
@@ -148,6 +156,13 @@ class Document:
         Raises:
             InputError: The text is no trace, or is broken and may or can not be repaired.
         """
+        try:
+            self._read()
+        finally:
+            # Before what was read is put in order, which takes memory too.
+            self._text, self._at, self._buffer = b"", 0, bytearray()
+
+    def _read(self) -> None:
         self._fill()
         if self._text.startswith(_BOM):
             self._at = len(_BOM)
@@ -225,16 +240,25 @@ class Document:
         """Reads the root; where that may be repaired, what is broken after the events is left."""
         try:
             self._object()
-        except InputError:
+        except _BrokenError:
+            # Only what is no JSON: other errors say that the file is of several processes, or
+            # that its data are damaged.
             if not (self._lenient and self._after_events):
                 raise
             self._notices.add("ignored_trailing")
             self._drain()
 
     def _drain(self) -> None:
-        self._at = len(self._text)
-        while self._fill():
-            self._at = len(self._text)
+        """Passes the rest, which must not hold another trace."""
+        while True:
+            found = _MORE_EVENTS.search(self._text, self._at)
+            if found is not None:
+                raise self._another(self._before + found.start())
+            # A key may be cut by the end of what is held.
+            self._at = max(self._at, len(self._text) - _LONGEST_FOUND)
+            if not self._fill():
+                self._at = len(self._text)
+                return
 
     def _object(self) -> None:
         if self._peek() == b"}":
@@ -242,6 +266,13 @@ class Document:
             return
         while True:
             key = self._key()
+            if key in self._keys and key in _ONLY_ONCE:
+                raise self._error(
+                    f"has {key} twice, the second at {self._byte(self.position)}: several traces "
+                    "were merged into it",
+                    "Give one file a rank, as each process exports it.",
+                )
+            self._keys.add(key)
             if self._peek() == b"[" and key == _EVENTS:
                 self._at += 1
                 self._array()
@@ -377,10 +408,23 @@ class Document:
     def _try(self, begin: int, end: int) -> bool:
         """Decodes the events between two places; returns whether they are JSON."""
         try:
-            self._decode(b"".join((b"[", memoryview(self._text)[begin:end], b"]")))
+            self._decode(self._as_array(begin, end))
         except msgspec.DecodeError:
             return False
         return True
+
+    def _as_array(self, begin: int, end: int) -> bytes | memoryview:
+        """Returns a part of the text within brackets, up to a piece in a buffer that is used again.
+
+        Buffers that come and go, each of another size, would leave holes in memory.
+        """
+        size = end - begin + 2
+        if size > len(self._buffer):
+            return b"".join((b"[", memoryview(self._text)[begin:end], b"]"))
+        self._buffer[0] = ord("[")
+        self._buffer[1 : size - 1] = memoryview(self._text)[begin:end]
+        self._buffer[size - 1] = ord("]")
+        return memoryview(self._buffer)[:size]
 
     def _slow(self) -> bool:
         """Goes on where the quick cut failed; returns whether the array has ended."""
@@ -492,7 +536,7 @@ class Document:
 
     def _another(self, position: int) -> InputError:
         return self._error(
-            f"has another trace within its events, near {self._byte(position)}: "
+            f"has another trace within its events or after them, near {self._byte(position)}: "
             "several processes wrote into one file",
             "Let each rank export to a file of its own, such as one with the rank in its name.",
         )
@@ -522,10 +566,10 @@ class Document:
             "Read it with --lenient, which repairs this and counts it, or export it again.",
         )
 
-    def _broken(self, what: str) -> InputError:
+    def _broken(self, what: str) -> _BrokenError:
         text = self._text[self._at :]
-        return self._error(
-            f"is no JSON at {self._byte(self.position)}: {what}: {_shown(text)}",
+        return _BrokenError(
+            f"{self._name} is no JSON at {self._byte(self.position)}: {what}: {_shown(text)}.",
             "Export the trace again.",
         )
 
@@ -534,6 +578,10 @@ class Document:
 
     def _error(self, what: str, remedy: str) -> InputError:
         return InputError(f"{self._name} {what}.", remedy)
+
+
+class _BrokenError(InputError):
+    """The root's text, outside of the events, is no JSON."""
 
 
 class _CutError(Exception):

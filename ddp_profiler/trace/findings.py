@@ -81,12 +81,12 @@ def _window_ns(ranks: Sequence[RankSplit]) -> float:
     return float(median(split.total.window_ns for split in ranks))
 
 
-def _told(across: AcrossRanks) -> list[tuple[int, int]]:
-    """Returns exposed wait and exposed transfer of each rank of which they are known, in ns."""
+def _exposed_waits(across: AcrossRanks) -> list[int]:
+    """Returns exposed wait of each rank of which it is known, in ns."""
     return [
-        (one.exposed_wait_ns, one.exposed_transfer_ns)
+        one.exposed_wait_ns
         for one in across.waiting_total.values()
-        if one.exposed_wait_ns is not None and one.exposed_transfer_ns is not None
+        if one.exposed_wait_ns is not None
     ]
 
 
@@ -133,11 +133,11 @@ def _of_whom(ranks: Sequence[RankSplit], across: AcrossRanks) -> str:
 def _about_late_together(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterator[Finding]:
     """Tells of waiting that no rank alone causes, since several join late together."""
     window_ns = _window_ns(ranks)
-    found = _told(across)
+    found = _exposed_waits(across)
     behind = {one.rank: one.behind_ns for one in across.lateness if one.behind_ns is not None}
     if not found or window_ns <= 0 or len(behind) < _ENOUGH_RANKS:
         return
-    wait_ns = sum(wait for wait, _ in found) / len(found)
+    wait_ns = sum(found) / len(found)
     alone_ns = sum(one.caused_ns for one in across.lateness)
     if wait_ns <= _MUCH_EXPOSED * window_ns or alone_ns >= _MOSTLY * wait_ns:
         return
@@ -186,34 +186,50 @@ def _about_exposed(ranks: Sequence[RankSplit], across: AcrossRanks) -> Iterator[
     comm = sum(total.comm_ns or 0 for total in totals)
     overlap = sum(total.overlap_ns or 0 for total in totals)
     exposed = sum(total.exposed_comm_ns or 0 for total in totals)
-    found = _told(across)
-    wait = sum(waited for waited, _ in found)
-    transfer = sum(moved for _, moved in found)
-    if not found:
-        why = "How much of it is waiting for other ranks cannot be told from these traces."
-    elif wait > transfer:
-        why = (
-            "Most of it is waiting for other ranks, so faster links or a better overlap would "
-            "not help."
-        )
-    else:
-        why = "Most of it is transfer: fewer bytes, faster links or a better overlap help."
-    split_up = (
-        f"; exposed wait {units.ms(wait / 1e6 / len(found))} ms, exposed transfer "
-        f"{units.ms(transfer / 1e6 / len(found))} ms a rank"
-        if found
-        else ""
-    )
+    why, split_up = _waits_or_transfer(across)
     worst = max(shares, key=lambda rank: shares[rank])
+    most = ""
+    if len(shares) > 1:
+        most = f" a rank, most on rank {worst} ({units.percent(shares[worst])})"
     yield Finding(
         id="exposed-communication",
         severity="warning",
         message=f"Communication is exposed for {units.percent(sum(shares.values()) / len(shares))} "
         f"of the time. {why}",
-        evidence=f"exposed {units.ms(exposed / 1e6 / len(totals))} ms a rank, most on rank "
-        f"{worst} ({units.percent(shares[worst])}); {units.percent(overlap / comm)} of "
-        f"communication is overlapped{split_up}",
+        evidence=f"exposed {units.ms(exposed / 1e6 / len(totals))} ms{most}; "
+        f"{units.percent(overlap / comm)} of communication is overlapped{split_up}",
     )
+
+
+def _waits_or_transfer(across: AcrossRanks) -> tuple[str, str]:
+    """Returns what most of the exposed communication is, in words, and the figures of it."""
+    found = [one for one in across.waiting_total.values() if one.exposed_wait_ns is not None]
+    if not found:
+        return "How much of it is waiting for other ranks cannot be told from these traces.", ""
+    wait = sum(one.exposed_wait_ns or 0 for one in found)
+    transfer = sum(one.exposed_transfer_ns or 0 for one in found)
+    untold = sum(one.exposed_untold_ns for one in found)
+    parts = [("exposed wait", wait)]
+    if any(one.exposed_transfer_ns is not None for one in found):
+        parts.append(("exposed transfer", transfer))
+    if untold:
+        parts.append(("either of them", untold))
+    each = ", ".join(f"{name} {units.ms(ns / 1e6 / len(found))} ms" for name, ns in parts)
+    if wait > transfer + untold:
+        why = (
+            "Most of it is waiting for other ranks, so faster links or a better overlap would "
+            "not help."
+        )
+    elif transfer >= wait + untold:
+        why = "Most of it is transfer: fewer bytes, faster links or a better overlap help."
+    elif not all(one.whole for one in across.meetings):
+        why = (
+            "Whether most of it is transfer or waiting for ranks whose traces are missing or left "
+            "out cannot be told."
+        )
+    else:
+        why = "Whether most of it is transfer or waiting for other ranks cannot be told."
+    return why, f"; {each} a rank"
 
 
 def _about_idle(
@@ -230,7 +246,10 @@ def _about_idle(
     if mean <= _MUCH_IDLE:
         return
     worst = max(shares, key=lambda rank: shares[rank])
-    evidence = f"most on rank {worst} ({units.percent(shares[worst])})"
+    idle_ns = [split.total.idle_ns or 0 for split in ranks if split.rank in shares]
+    evidence = f"idle {units.ms(sum(idle_ns) / len(idle_ns) / 1e6)} ms"
+    if len(shares) > 1:
+        evidence += f" a rank, most on rank {worst} ({units.percent(shares[worst])})"
     why = ""
     known = [launched_late[rank] for rank in shares if rank in launched_late]
     if known:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from ddp_profiler.errors import InputError, UsageError
 from ddp_profiler.naming import name_ranks
 from ddp_profiler.trace.identity import resolve_rank
@@ -279,7 +277,8 @@ def _refuse_other_times(traces: Sequence[tuple[RankTrace, int]]) -> None:
     for trace, _ in traces:
         begins = trace.gpu.begin_ns if len(trace.gpu) else trace.host_collectives.begin_ns
         if begins.size:
-            middles.append((int(np.median(begins)) + (trace.base_time_ns or 0), trace.path))
+            middle = int(begins[begins.size // 2]) + (trace.base_time_ns or 0)
+            middles.append((middle, trace.path))
     if len(middles) < 2:
         return
     least, most = min(middles), max(middles)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ddp_profiler.trace.columns import Ints
-from ddp_profiler.trace.model import Launches, Narrow
+from ddp_profiler.trace.model import Launches
 from ddp_profiler.trace.split import RankSplit
 
 _ENOUGH = 0.9
@@ -50,7 +50,7 @@ def launched_late_fraction(split: RankSplit) -> float | None:
 
 
 def _launched(
-    launches: Launches, wanted: Narrow
+    launches: Launches, wanted: Ints
 ) -> tuple[Ints, np.ndarray[tuple[int, ...], np.dtype[np.bool_]]]:
     """Returns when work was launched, of that whose launch is known, and which that is."""
     # Of one type, or numpy would convert all of them for each block.

@@ -8,6 +8,7 @@ Where a pairing is not certain there is none.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ddp_profiler.naming import name_ranks
-from ddp_profiler.trace.columns import Ints
+from ddp_profiler.trace.columns import Ints, median
 from ddp_profiler.trace.kernels import KINDS, Collective
 from ddp_profiler.trace.notices import Notices
 from ddp_profiler.trace.split import RankSplit
-from ddp_profiler.trace.steps import StepSource
+from ddp_profiler.trace.steps import StepSource, label_of
 
 Bools = npt.NDArray[np.bool_]
 
@@ -53,6 +54,7 @@ _MOST_SCATTERED = 2000
 _CLEARLY = 4
 _ALIKE_NS = 1000
 _PAIR = 2
+_MOSTLY = 0.75
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ class Calls:
         elements: Elements; -1 where not said.
         index: Place among the rank's collectives of this kind and group.
         end_ns: End, in ns since 1970 where the trace says.
-        step: Number of the step, or of the next one for what lies between; None where steps have
-            no numbers that other ranks know.
+        step: ``Step.key`` of the step, or of the next one for what lies between; None where steps
+            have no numbers that other ranks know.
         inside: Whether it is within a step.
     """
 
@@ -105,8 +107,8 @@ class Calls:
     step: Ints | None
     inside: Bools
 
-    def take(self, chosen: Ints) -> Calls:
-        """Returns some of them."""
+    def take(self, chosen: Ints | slice) -> Calls:
+        """Returns some of them; those of a slice are not copied."""
         return Calls(
             self.place[chosen],
             self.kind[chosen],
@@ -238,7 +240,7 @@ def _sequence(
     inside = of_step >= 0
     step = None
     if numbered:
-        of = np.array([one.step.number for one in split.steps], np.int64)
+        of = np.array([one.step.key for one in split.steps], np.int64)
         step = np.full(places.size, _AFTER_ALL, np.int64)
         step[inside] = of[of_step[inside]]
         # What lies between steps goes with the next one.
@@ -462,11 +464,13 @@ def _fitting_shifts(one: Calls, other: Calls) -> list[int]:
     low, high = max(least - n, -_MOST_SHIFT), min(m - least, _MOST_SHIFT)
     found = []
     for shift in sorted(range(low, high + 1), key=abs):
-        first = np.arange(max(0, -shift), min(n, m - shift))
-        sample = first[:_SAMPLED]
-        if not fits(one.take(sample), other.take(sample + shift)).all():
-            continue
-        if fits(one.take(first), other.take(first + shift)).all():
+        begin, end = max(0, -shift), min(n, m - shift)
+        # A few first: most shifts fail at once.
+        for last in (min(end, begin + _SAMPLED), end):
+            first, second = slice(begin, last), slice(begin + shift, last + shift)
+            if not fits(one.take(first), other.take(second)).all():
+                break
+        else:
             found.append(shift)
     if not found and n == m and n and fits(one, other).all():
         return [0]
@@ -475,11 +479,12 @@ def _fitting_shifts(one: Calls, other: Calls) -> list[int]:
 
 def _scatter_ns(one: Calls, other: Calls, shift: int) -> float:
     """Returns by how much the distance of the ends scatters: what 3 of 4 do not exceed."""
-    first = np.arange(max(0, -shift), min(len(one), len(other) - shift))
-    first = first[:: max(1, first.size // _MOST_SCATTERED)]
-    apart = other.end_ns[first + shift] - one.end_ns[first]
+    begin, end = max(0, -shift), min(len(one), len(other) - shift)
+    every = max(1, (end - begin) // _MOST_SCATTERED)
+    apart = other.end_ns[begin + shift : end + shift : every] - one.end_ns[begin:end:every]
     apart = apart - apart[0]
-    return float(np.percentile(np.abs(apart - np.median(apart)), 75))
+    far = np.sort(np.abs(apart - median(apart)))
+    return float(far[math.ceil(_MOSTLY * (far.size - 1))])
 
 
 def _all(one: Calls, other: Calls) -> Pairing:
@@ -547,7 +552,7 @@ def _said(found: Calls, at: int) -> str:
 def _step_of(found: Calls, at: int) -> str:
     if found.step is None or at >= len(found) or not found.inside[at]:
         return ""
-    return f" in step {int(found.step[at])}"
+    return f" in step {label_of(int(found.step[at]))}"
 
 
 def _group_match(

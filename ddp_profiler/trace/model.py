@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ddp_profiler.trace.columns import Packed, Sums
 from ddp_profiler.trace.notices import TraceWarning
 
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 Narrow = npt.NDArray[np.signedinteger[Any]]
 """Whole numbers in a type that is no wider than they need."""
+
+MOST_ELEMENTS = 1 << 40
+"""Elements of a collective beyond which the number must be wrong: no GPU holds so many."""
 
 NO_KIND = 255
 """In a column of kinds: no collective."""
@@ -28,7 +32,7 @@ class GpuWork:
 
     Attributes:
         begin_ns: Begin, [work]. Add the trace's base time for time since 1970.
-        end_ns: End, [work].
+        duration_ns: How long it lasts, [work].
         work: ``kernels.Work``, [work].
         kind: Number of the collective in ``kernels.KINDS``, ``NO_KIND`` for other work, [work].
         device: Number of the device; -1 where the trace does not say, [work].
@@ -41,21 +45,26 @@ class GpuWork:
         dtype: Place of the elements' type in ``RankTrace.dtypes``; -1 likewise, [collective].
     """
 
-    begin_ns: Ints
-    end_ns: Ints
+    begin_ns: Packed
+    duration_ns: Packed
     work: Bytes
     kind: Bytes
     device: Narrow
     stream: Narrow
-    correlation: Narrow
+    correlation: Packed
     name: Narrow
     elements_in: Ints
     elements_out: Ints
     group: npt.NDArray[np.int32]
     dtype: npt.NDArray[np.int32]
 
+    @property
+    def end_ns(self) -> Sums:
+        """End, [work]."""
+        return Sums(self.begin_ns, self.duration_ns)
+
     def __len__(self) -> int:
-        return int(self.begin_ns.size)
+        return self.begin_ns.size
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ class Launches:
         is_kernel: Whether it is for kernels, and not for copies and sets, [launch].
     """
 
-    begin_ns: Ints
+    begin_ns: Packed
     correlation: Narrow
     is_kernel: npt.NDArray[np.bool_]
 

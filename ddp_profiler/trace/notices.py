@@ -38,6 +38,11 @@ _MESSAGES = {
     "dropped_unreadable": (
         "Places that could not be repaired were left out, each with one event or more."
     ),
+    "joined_events": (
+        "Events have keys twice: text is missing between the begin of one and the end of another, "
+        "which now stand as one event with figures of both. Text that is missing without such a "
+        "trace cannot be noticed."
+    ),
     "repaired_cut": "The file is cut: the events before its end were used.",
     "ignored_trailing": "What follows the end of the trace in the file was left out.",
     # What the figures rest on.
@@ -77,6 +82,14 @@ _MESSAGES = {
     "stretched_kernel": (
         "Kernels overlap the next one on their stream, or last longer than several steps: a stall, "
         "or a time that is broken. Look at them before you trust the figures."
+    ),
+    "streams_overlap": (
+        "Kernels begin while the one before them on their stream runs: a stream does one after "
+        "the other, so the file may hold several processes or GPUs that count as one."
+    ),
+    "repeated_step": (
+        "Numbers of ProfilerStep come more than once: each time is a step of its own (N #2), those "
+        "that overlap are one. If the file holds several processes, figures are sums of theirs."
     ),
     "incomplete_step": "The first or last step is not recorded in full.",
     "steps_not_annotated": "The trace has no ProfilerStep annotations.",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +18,7 @@ import numpy.typing as npt
 
 from ddp_profiler.errors import InputError
 from ddp_profiler.trace import kernels, times
-from ddp_profiler.trace.columns import Column, Ints, narrow
+from ddp_profiler.trace.columns import Column, Ints, Packed, constant_or, gather, in_order, narrow
 from ddp_profiler.trace.document import Document
 from ddp_profiler.trace.groups import configured_ranks, group_ranks
 from ddp_profiler.trace.kernels import Row, Work
@@ -42,9 +44,11 @@ LONGEST_NS = 86_400 * 10**9
 
 _LONGEST_US = LONGEST_NS / 1000
 _NAMES_CACHED = 1 << 16
+_TOUCHES_NS = 2000
 _NO_WORK = -1
 _WORK_UNIT = 1 << 8
 _EMPTY = msgspec.Raw(b"")
+_ONCE = (b'"ph":', b'"ts":', b'"tid":', b'"pid":')
 _NO_ARGUMENTS = msgspec.Raw(b"{}")
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(kernels.KINDS)}
 
@@ -139,8 +143,9 @@ class _Times:
 class _Collector:
     """Takes events and keeps what is needed of them in columns."""
 
-    def __init__(self, notices: Notices) -> None:
+    def __init__(self, notices: Notices, *, lenient: bool = False) -> None:
         self._notices = notices
+        self._lenient = lenient
         self._as_text = False
         self.num_events = 0
         self.c10d_calls = 0
@@ -148,6 +153,9 @@ class _Collector:
         # Of calls that launch GPU work; and of steps, where two processes have the same one.
         self.pids: set[str] = set()
         self.step_pids: dict[int, str] = {}
+        # Steps on the CPU: begin, end, thread, number. And what each process is called.
+        self.steps: list[tuple[int, int, str, int]] = []
+        self.process_names: dict[str, dict[str, None]] = defaultdict(dict)
         self.marks: list[Mark] = []
         self._rows = _Cache(kernels.row)
         self._works = _Cache(lambda name: _code(*kernels.work(name)))
@@ -163,12 +171,22 @@ class _Collector:
             name: Column() for name in ("begin", "duration", "kind", "thread", "elements", "dtype")
         }
 
-    def __call__(self, text: bytes) -> None:
+    def __call__(self, text: bytes | memoryview) -> None:
         """Takes an array of events.
 
         Raises:
             msgspec.DecodeError: The text is no JSON.
         """
+        before = self.num_events
+        self._decode(text)
+        if self._lenient:
+            # Where text is missing, the begin of one event and the end of another may read as one:
+            # it has keys twice that every event has once. Within names quotes are escaped.
+            whole = bytes(text)
+            most = max(whole.count(key) for key in _ONCE)
+            self._notices.add("joined_events", most - (self.num_events - before))
+
+    def _decode(self, text: bytes | memoryview) -> None:
         events: Sequence[_AnyEvent]
         if not self._as_text:
             try:
@@ -208,6 +226,9 @@ class _Collector:
         used_times = _times([event for event, _ in used], as_text=as_text)
 
         self.num_events += len(events)
+        for event in by_category.get("", ()):
+            if event.name == "process_name":
+                self._take_process_name(event)
         for row in (Row.KERNEL, Row.MEMORY):
             if row in read:
                 self._take_gpu(by_row[row], self._usable(read[row]), is_kernel=row == Row.KERNEL)
@@ -216,6 +237,14 @@ class _Collector:
         self._take_operators(used, self._usable(used_times))
         self._count_others(operators, as_text=as_text)
         self._notices.add("sync_rows_ignored", len(by_row[Row.SYNC]))
+
+    def _take_process_name(self, event: _AnyEvent) -> None:
+        try:
+            name = _RAW_EVENT.decode(event.args).get("name")
+        except msgspec.DecodeError:
+            return
+        if name is not None:
+            self.process_names[str(event.pid)][_string(name)] = None
 
     def _usable(self, found: _Times) -> _Times:
         """Marks rows whose times cannot be, and counts them by what is wrong."""
@@ -320,6 +349,7 @@ class _Collector:
                 pid = str(event.pid)
                 if self.step_pids.setdefault(number, pid) != pid:
                     self.pids |= {self.step_pids[number], pid}
+                self.steps.append((begin, end, str(event.tid), number))
         if not host:
             return
         rows = [used[place][0] for place in host]
@@ -441,7 +471,7 @@ def _loose_arguments(text: bytes, kind: type[_Arguments]) -> _Arguments:
     return kind(**values)
 
 
-def _loose_events(text: bytes, notices: Notices) -> list[_TextEvent]:
+def _loose_events(text: bytes | memoryview, notices: Notices) -> list[_TextEvent]:
     """Decodes events of which some have fields of unusual types, one by one."""
     events = []
     for raw in _RAW_EVENTS.decode(text):
@@ -521,7 +551,7 @@ def read_trace(
         InputError: The file is no trace, is broken, or holds several processes.
     """
     notices = Notices()
-    collector = _Collector(notices)
+    collector = _Collector(notices, lenient=lenient)
     source = Source(path, limit_bytes=limit_bytes, progress=progress)
     pieces = iter(source)
     document = Document(
@@ -548,8 +578,23 @@ def read_trace(
             f"{path} is a JSON list, but not of events.",
             "Give a trace that torch.profiler exported, as .json or .json.gz.",
         )
-    _refuse_several_processes(path, collector)
-    return _rank_trace(path, document, collector, notices)
+    _refuse_several_processes(path, collector, notices)
+    _give_back()
+    found = _rank_trace(path, document, collector, notices)
+    _give_back()
+    return found
+
+
+def _give_back() -> None:
+    """Hands memory that was freed back to the system, where the C library (glibc) can.
+
+    It keeps what decoding and sorting used, in holes that columns of a long trace do not fit into.
+    """
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, TypeError, AttributeError):
+        return
+    trim(0)
 
 
 def _raise_damage(pieces: Iterator[bytes], source: Source) -> None:
@@ -566,7 +611,7 @@ def _cut_gzip(path: Path, at: int) -> InputError:
     )
 
 
-def _refuse_several_processes(path: Path, collector: _Collector) -> None:
+def _refuse_several_processes(path: Path, collector: _Collector, notices: Notices) -> None:
     if len(collector.pids) > 1:
         pids = ", ".join(sorted(collector.pids)[:4])
         raise InputError(
@@ -574,18 +619,68 @@ def _refuse_several_processes(path: Path, collector: _Collector) -> None:
             f"(pids {pids}).",
             "Give one file a rank, as each process exports it.",
         )
+    for pid in sorted(collector.pids | set(collector.step_pids.values())):
+        names = collector.process_names.get(pid, {})
+        if len(names) > 1:
+            shown = " and ".join(list(names)[:2])
+            raise _merged(path, f"pid {pid} has the names {shown}")
+    steps = sorted(collector.steps)
+    for one, other in pairwise(steps):
+        shorter_ns = min(one[1] - one[0], other[1] - other[0])
+        # A thread is in one step at a time, and so is a process.
+        if one[2] != other[2] and 2 * (one[1] - other[0]) > shorter_ns:
+            raise _merged(
+                path,
+                f"threads {one[2]} and {other[2]} are in ProfilerStep#{one[3]} and "
+                f"ProfilerStep#{other[3]} at once",
+            )
+    latest: dict[str, tuple[int, int, str, int]] = {}
+    for step in sorted(steps, key=lambda one: (one[0], -one[1])):
+        _, end, thread, number = step
+        before = latest.setdefault(thread, step)
+        # An annotation ends before another of its thread begins, or lies within it whole; then it
+        # may be the same one, twice in the file. Rounded times touch.
+        same = number == before[3] and end <= before[1]
+        if step is not before and before[1] - step[0] > _TOUCHES_NS and not same:
+            raise _merged(
+                path,
+                f"thread {thread} is in ProfilerStep#{before[3]} and ProfilerStep#{number} at once",
+            )
+        latest[thread] = max(before, step, key=lambda one: one[1])
+    numbers = Counter(number for *_, number in steps)
+    again = [number for number, count in numbers.items() if count > 1]
+    notices.add(
+        "repeated_step",
+        len(steps) - len(numbers),
+        f"The first: ProfilerStep#{again[0]}, {numbers[again[0]]} times." if again else "",
+    )
+
+
+def _merged(path: Path, evidence: str) -> InputError:
+    return InputError(
+        f"{path} holds several processes with the same pid, as files merged from several hosts "
+        f"do: {evidence}.",
+        "Give one file a rank, as each process exports it.",
+    )
 
 
 def _rank_trace(
     path: Path, document: Document, collector: _Collector, notices: Notices
 ) -> RankTrace:
     rank, world_size, backend = _distributed_info(document.metadata.get("distributedInfo"))
-    begin = collector.gpu["begin"].take()
+    # One after the other, so that few columns are held twice.
+    launches = _launches_in_order(collector)
+    begin, places = in_order(collector.gpu["begin"].take())
     host = {name: column.take() for name, column in collector.host.items()}
+    host["begin"], host_places = in_order(host["begin"])
     middle = _middle(begin, host["begin"], collector.marks)
-    gpu = _gpu_work(collector, begin, middle, notices)
-    places = _near(host["begin"], middle, notices)
-    host = {name: column[places] for name, column in host.items()}
+    near = _near(begin, middle, notices)
+    packed, places = Packed(begin[near]), places[near]
+    del begin
+    gpu = _gpu_work(collector, packed, places)
+    near = _near(host["begin"], middle, notices)
+    host_begin = host.pop("begin")[near]
+    host = {name: column[host_places[near]] for name, column in host.items()}
     config = configured_ranks(document.metadata.get("distributedInfo"))
     kept = [mark for mark in collector.marks if abs(mark.begin_ns - middle) <= LONGEST_NS]
     notices.add("dropped_absurd_time", len(collector.marks) - len(kept))
@@ -597,14 +692,14 @@ def _rank_trace(
         base_time_ns=_integer(document.metadata.get("baseTimeNanoseconds")),
         gpu=gpu,
         host_collectives=HostCollectives(
-            begin_ns=host["begin"],
-            end_ns=host["begin"] + host["duration"],
+            begin_ns=host_begin,
+            end_ns=host_begin + host["duration"],
             kind=host["kind"].astype(np.uint8),
             thread=host["thread"],
             elements=host["elements"],
             dtype=host["dtype"].astype(np.int32),
         ),
-        launches=_launches_in_order(collector),
+        launches=launches,
         marks=tuple(sorted(kept, key=lambda mark: (mark.begin_ns, mark.end_ns))),
         names=tuple(collector.names),
         groups=tuple(
@@ -620,35 +715,36 @@ def _rank_trace(
 
 
 def _middle(gpu: Ints, host: Ints, marks: Sequence[Mark]) -> int:
-    """Returns the median of the begins, in ns: a time within the recording."""
-    for found in (gpu, host, np.array([mark.begin_ns for mark in marks], np.int64)):
+    """Returns the median of the begins, in ns: a time within the recording.
+
+    Args:
+        gpu: Begins of the GPU's work, in order.
+        host: Begins of collectives on the CPU, in order.
+        marks: Annotations of steps.
+    """
+    for found in (gpu, host, np.sort(np.array([mark.begin_ns for mark in marks], np.int64))):
         if found.size:
-            return int(np.partition(found, found.size // 2)[found.size // 2])
+            return int(found[found.size // 2])
     return 0
 
 
-def _near(begin_ns: Ints, middle: int, notices: Notices) -> npt.NDArray[np.int32]:
-    """Returns the places of what is not absurdly far from all else, in order of the begin."""
-    far = (begin_ns < middle - LONGEST_NS) | (begin_ns > middle + LONGEST_NS)
-    places = np.argsort(begin_ns, kind="stable").astype(np.int32)
-    if far.any():
-        notices.add("dropped_absurd_time", int(far.sum()))
-        places = places[~far[places]]
-    return places
+def _near(begin_ns: Ints, middle: int, notices: Notices) -> slice:
+    """Returns the part of begins in order that is not absurdly far from all else."""
+    first = int(np.searchsorted(begin_ns, middle - LONGEST_NS))
+    last = int(np.searchsorted(begin_ns, middle + LONGEST_NS, "right"))
+    notices.add("dropped_absurd_time", begin_ns.size - (last - first))
+    return slice(first, last)
 
 
-def _gpu_work(collector: _Collector, begin: Ints, middle: int, notices: Notices) -> GpuWork:
+def _gpu_work(collector: _Collector, begin: Packed, places: npt.NDArray[np.int32]) -> GpuWork:
     """Returns the work in order. One column after the other, so that few are held twice."""
     columns = collector.gpu
-    places = _near(begin, middle, notices)
-    begin = begin[places]
-    end = columns["duration"].take()[places]
-    end += begin
+    duration = Packed(columns["duration"].take_narrow(), places)
     work = columns["work"].take(np.uint8)
     # Which of the collectives each one is, to put what only these have into the same order.
     ordinals = np.cumsum(work == Work.COMMUNICATION, dtype=np.int32) - 1
-    of_collectives = ordinals[places]
-    work = work[places]
+    of_collectives = gather(ordinals, places)
+    work = gather(work, places)
     of_collectives = of_collectives[work == Work.COMMUNICATION]
     del ordinals
     collectives = {
@@ -656,15 +752,15 @@ def _gpu_work(collector: _Collector, begin: Ints, middle: int, notices: Notices)
     }
     return GpuWork(
         begin_ns=begin,
-        end_ns=end,
+        duration_ns=duration,
         work=work,
-        kind=columns["kind"].take(np.uint8)[places],
-        device=narrow(columns["device"].take())[places],
-        stream=narrow(columns["stream"].take())[places],
-        correlation=narrow(columns["correlation"].take())[places],
-        name=narrow(columns["name"].take())[places],
-        elements_in=collectives["elements_in"],
-        elements_out=collectives["elements_out"],
+        kind=gather(columns["kind"].take(np.uint8), places),
+        device=constant_or(gather(columns["device"].take_narrow(), places)),
+        stream=gather(columns["stream"].take_narrow(), places),
+        correlation=Packed(columns["correlation"].take_narrow(), places),
+        name=gather(columns["name"].take_narrow(), places),
+        elements_in=constant_or(collectives["elements_in"]),
+        elements_out=constant_or(collectives["elements_out"]),
         group=collectives["group"].astype(np.int32),
         dtype=collectives["dtype"].astype(np.int32),
     )
@@ -672,10 +768,19 @@ def _gpu_work(collector: _Collector, begin: Ints, middle: int, notices: Notices)
 
 def _launches_in_order(collector: _Collector) -> Launches:
     columns = collector.launches
-    begin, correlation = columns["begin"].take(), narrow(columns["correlation"].take())
-    places = np.lexsort((begin, correlation)).astype(np.int32)
-    begin, correlation = begin[places], correlation[places]
-    return Launches(begin, correlation, columns["is_kernel"].take(np.bool_)[places])
+    found, places = in_order(columns["correlation"].take())
+    correlation = narrow(found)
+    del found
+    begin = columns["begin"].take()
+    same = np.flatnonzero(correlation[1:] == correlation[:-1])
+    if (begin[places[same + 1]] < begin[places[same]]).any():
+        # Equal ones are as the file has them, which is nearly always the order of their begin.
+        correlation = correlation[np.argsort(places)]
+        places = np.lexsort((begin, correlation)).astype(np.int32)
+        correlation = correlation[places]
+    return Launches(
+        Packed(begin, places), correlation, gather(columns["is_kernel"].take(np.bool_), places)
+    )
 
 
 def _distributed_info(text: bytes | None) -> tuple[int | None, int | None, str | None]:

@@ -21,8 +21,8 @@ except ImportError:
 DEFAULT_LIMIT_BYTES = 16 << 30
 """Most bytes of text that one compressed file may unpack to."""
 
-_READ_BYTES = 1 << 18
-_PIECE_BYTES = 1 << 19
+_READ_BYTES = 1 << 17
+_PIECE_BYTES = 1 << 18
 _GZIP = b"\x1f\x8b"
 _GZIP_WRAPPER = 31
 _FORMATS = (

@@ -12,18 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ddp_profiler.trace import kernels
-from ddp_profiler.trace.columns import Ints
+from ddp_profiler.trace.columns import Ints, distinct, median
 from ddp_profiler.trace.intervals import Cover, CoverBefore
 from ddp_profiler.trace.kernels import Collective, Work
-from ddp_profiler.trace.model import RankTrace
+from ddp_profiler.trace.model import MOST_ELEMENTS, Narrow, RankTrace
 from ddp_profiler.trace.notices import Notices, TraceWarning
 from ddp_profiler.trace.steps import Step, Steps, StepSource, find_steps
 
-_BLOCK = 1 << 15
+_BLOCK = 1 << 13
 _KIND_UNIT = 1 << 32
 _TOUCHES_NS = 100_000
 _LONGER_THAN_STEPS = 3
 _LONG_NS = 1_000_000
+_MANY_AT_ONCE = 0.2
+_ENOUGH_AT_ONCE = 20
 _ENOUGH_WORK = 8
 _ENOUGH_STEPS = 3
 _MUCH_OF_OTHERS = 0.01
@@ -221,7 +223,7 @@ class _Sum:
         self.comm_sum_ns += int((end[is_comm] - begin[is_comm]).sum())
 
     def _add_shares(self, block: _Block, is_compute: npt.NDArray[np.bool_]) -> None:
-        new = set(np.unique(block.share).tolist()) - {-1} - set(self.shares)
+        new = set(distinct(block.share)) - {-1} - set(self.shares)
         for share in new:
             # Until now it has none, so what computes is all there is.
             self.shares[share] = _Share(beside_compute=replace(self.compute))
@@ -233,8 +235,11 @@ class _Sum:
             found.alone.add(begin, end)
             found.count += int(begin.size)
             found.sum_ns += int((end - begin).sum())
-            found.elements += int(block.elements[chosen].sum())
-            found.all_say &= bool((block.elements[chosen] >= 0).all())
+            elements = block.elements[chosen]
+            # Larger ones are wrong, and their sum might not fit into 64 bits.
+            known = (elements >= 0) & (elements <= MOST_ELEMENTS)
+            found.elements += int(elements[known].sum())
+            found.all_say &= bool(known.all())
 
 
 def split(trace: RankTrace, rank: int) -> RankSplit:
@@ -261,8 +266,9 @@ def split(trace: RankTrace, rank: int) -> RankSplit:
     busy_in = np.diff(busy.covered_ns.reshape(-1, 2)).ravel().tolist()
     work_of = _by_step(steps.of_work, len(steps.steps))
     comm_of = _by_step(collectives.step, len(steps.steps))
-    for place, step in enumerate(steps.steps):
-        block = _block(trace, collectives, on_gpu, work_of[place], comm_of[place])
+    per_step = zip(steps.steps, work_of, comm_of, strict=True)
+    for place, (step, work, comm) in enumerate(per_step):
+        block = _block(trace, collectives, on_gpu, work, comm)
         summed = _Sum()
         summed.add(block)
         window = windows[place]
@@ -311,7 +317,7 @@ def _collectives(trace: RankTrace, steps: Steps) -> tuple[Collectives, bool]:
                 elements=np.maximum(gpu.elements_in, gpu.elements_out),
                 dtype=gpu.dtype,
                 stream=gpu.stream[places].astype(np.int64),
-                step=steps.of_work[places],
+                step=steps.of_work[places].astype(np.int32),
             ),
             True,
         )
@@ -336,7 +342,7 @@ def _order(kind: npt.NDArray[np.uint8], group: npt.NDArray[np.int32]) -> Ints:
     """Returns the place of each collective among those of the same kind and group."""
     result = np.zeros(kind.size, np.int64)
     both = kind.astype(np.int64) * 2**32 + group
-    for one in np.unique(both):
+    for one in distinct(both):
         places = np.flatnonzero(both == one)
         result[places] = np.arange(places.size)
     return result
@@ -375,16 +381,17 @@ def _flag_stretched(trace: RankTrace, windows: Sequence[tuple[int, int]], notice
     if len(gpu) >= _ENOUGH_WORK:
         longest_ns = max(int(gpu.begin_ns[-1] - gpu.begin_ns[0]), _LONG_NS)
     if len(windows) >= _ENOUGH_STEPS:
-        usual_ns = int(np.median([end - begin for begin, end in windows]))
+        usual_ns = int(median([end - begin for begin, end in windows]))
         longest_ns = min(longest_ns, max(_LONGER_THAN_STEPS * usual_ns, _LONG_NS))
     count, worst = 0, (0, -1)
+    at_once = followed = 0
     before: dict[int, int] = {}
     for first in range(0, len(gpu), _BLOCK):
         block = slice(first, first + _BLOCK)
         streams = gpu.device[block].astype(np.int64) * _KIND_UNIT + gpu.stream[block]
         duration = gpu.end_ns[block] - gpu.begin_ns[block]
         flagged = set((np.flatnonzero(duration > longest_ns) + first).tolist())
-        for stream in np.unique(streams[gpu.stream[block] >= 0]).tolist():
+        for stream in distinct(streams[gpu.stream[block] >= 0]):
             places = np.flatnonzero(streams == stream) + first
             if stream in before:
                 places = np.concatenate(([before[stream]], places))
@@ -393,10 +400,14 @@ def _flag_stretched(trace: RankTrace, windows: Sequence[tuple[int, int]], notice
             lasted = gpu.end_ns[places[:-1]] - gpu.begin_ns[places[:-1]]
             # Rounded times touch, and kernels may begin while the one before them ends.
             overlaps = (over > _TOUCHES_NS) & (2 * over > lasted)
+            at_once += int(((over > 0) & (2 * over > lasted)).sum())
+            followed += over.size
             flagged |= set(places[:-1][overlaps].tolist())
         # The last of the block before may have been counted with it.
         count += len(flagged)
         worst = max([worst, *((int(gpu.end_ns[at] - gpu.begin_ns[at]), at) for at in flagged)])
+    if at_once > _MANY_AT_ONCE * followed and at_once >= _ENOUGH_AT_ONCE:
+        notices.add("streams_overlap", at_once, f"They are {at_once / followed:.0%} of all.")
     if count:
         lasted_ns, place = worst
         name = trace.names[gpu.name[place]].partition("(")[0][:60]
@@ -451,11 +462,16 @@ def _whole(
     return (min(begins), max(ends)) if begins else (0, 0)
 
 
-def _by_step(step: npt.NDArray[np.int32], number: int) -> list[Ints]:
-    """Returns the places of each step's work, [step]."""
-    order = np.argsort(step, kind="stable")
-    edges = np.searchsorted(step[order], np.arange(number + 1))
-    return [order[edges[place] : edges[place + 1]] for place in range(number)]
+def _by_step(step: Narrow, number: int) -> Iterator[Ints]:
+    """Yields the places of each step's work, [step]: work of a step lies mostly together."""
+    first, last = np.full(number, step.size), np.zeros(number, np.int64)
+    for at in range(0, step.size, _BLOCK):
+        block = step[at : at + _BLOCK]
+        for one in distinct(block[block >= 0]):
+            places = np.flatnonzero(block == one) + at
+            first[one], last[one] = min(first[one], places[0]), places[-1] + 1
+    for one in range(number):
+        yield np.flatnonzero(step[first[one] : last[one]] == one) + first[one]
 
 
 def _blocks(trace: RankTrace, collectives: Collectives, on_gpu: bool) -> Iterator[_Block]:

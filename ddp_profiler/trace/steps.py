@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ddp_profiler.trace.columns import Ints
+from ddp_profiler.trace.columns import Ints, median
 from ddp_profiler.trace.kernels import Work
 from ddp_profiler.trace.model import Launches, Mark, Narrow, RankTrace
 from ddp_profiler.trace.notices import Notices
@@ -18,13 +18,14 @@ from ddp_profiler.trace.notices import Notices
 OUTSIDE = -1
 """Stands for work of no step."""
 
-_BLOCK = 1 << 15
+_BLOCK = 1 << 13
 _SHORT = 0.5
 _FEW = 0.9
 _ALIKE = 0.95
 _LEAST_WORK_OF_A_STEP = 4
 _MOST_TIMES_A_STEP = 16
 _PERIODS_TRIED = 64
+_PER_OCCURRENCE = 1 << 40
 
 
 class StepSource(StrEnum):
@@ -46,12 +47,34 @@ class Step:
         begin_ns: Begin of the annotation, or of the first work where there is none.
         end_ns: End likewise.
         incomplete: Why it is not recorded in full; empty where it is, as far as it shows.
+        occurrence: Which of the steps of this number it is, from 1: a recording may count anew.
     """
 
     number: int
     begin_ns: int
     end_ns: int
     incomplete: str = ""
+    occurrence: int = 1
+
+    @property
+    def label(self) -> str:
+        """Name for people.
+
+        >>> Step(7, 0, 1).label, Step(7, 0, 1, occurrence=2).label
+        ('7', '7 #2')
+        """
+        return label_of(self.key)
+
+    @property
+    def key(self) -> int:
+        """What tells it from all others of its rank, the same on all ranks that count alike."""
+        return (self.occurrence - 1) * _PER_OCCURRENCE + self.number
+
+
+def label_of(key: int) -> str:
+    """Returns the name for people of the step with a ``Step.key``."""
+    again, number = divmod(key, _PER_OCCURRENCE)
+    return f"{number} #{again + 1}" if again else str(number)
 
 
 @dataclass(frozen=True)
@@ -67,7 +90,7 @@ class Steps:
 
     source: StepSource
     steps: tuple[Step, ...]
-    of_work: npt.NDArray[np.int32]
+    of_work: Narrow
     of_host: npt.NDArray[np.int32]
 
 
@@ -107,15 +130,35 @@ def _none(size: int) -> npt.NDArray[np.int32]:
 
 
 def _annotated(marks: Sequence[Mark]) -> list[Step]:
-    """Returns steps from annotations; the same number on several streams is one step."""
-    spans: dict[int, tuple[int, int]] = {}
-    for mark in marks:
-        if mark.number is None:
-            continue
-        begin, end = spans.get(mark.number, (mark.begin_ns, mark.end_ns))
-        spans[mark.number] = (min(begin, mark.begin_ns), max(end, mark.end_ns))
-    found = sorted((begin, end, number) for number, (begin, end) in spans.items())
-    return [Step(number, begin, end) for begin, end, number in found]
+    """Returns steps from annotations of the CPU, or from those of the GPU.
+
+    Those of one number that overlap are one step, as where several threads have it. Those that
+    lie apart are steps of their own: one from the first begin to the last end would take in all
+    between them. On the GPU each stream has its own, and may begin a step when another is done
+    with it: there, a whole other step must lie between.
+    """
+    numbered = sorted(
+        (mark.begin_ns, mark.end_ns, mark.number, mark.on_gpu)
+        for mark in marks
+        if mark.number is not None
+    )
+    begins, ends = (
+        np.array([mark[place] for mark in numbered], np.int64).reshape(-1) for place in (0, 1)
+    )
+    latest: dict[int, Step] = {}
+    steps = []
+    for begin, end, number, on_gpu in numbered:
+        before = latest.get(number)
+        if before is None:
+            latest[number] = Step(number, begin, end)
+        elif begin < before.end_ns or (
+            on_gpu and not ((begins >= before.end_ns) & (ends <= begin)).any()
+        ):
+            latest[number] = replace(before, end_ns=max(before.end_ns, end))
+        else:
+            steps.append(before)
+            latest[number] = Step(number, begin, end, occurrence=before.occurrence + 1)
+    return sorted([*steps, *latest.values()], key=lambda one: (one.begin_ns, one.end_ns))
 
 
 def _between_optimizers(trace: RankTrace, marks: Sequence[Mark]) -> list[Step]:
@@ -153,7 +196,7 @@ def _repeated(trace: RankTrace) -> list[Step]:
             continue
         at = np.flatnonzero(names == name)
         for times_a_step in range(1, min(_MOST_TIMES_A_STEP, at.size - 1) + 1):
-            period = int(np.median(at[times_a_step:] - at[:-times_a_step]))
+            period = int(median(at[times_a_step:] - at[:-times_a_step]))
             if period < _LEAST_WORK_OF_A_STEP or period in tried:
                 continue
             tried.add(period)
@@ -189,7 +232,7 @@ def _periods(trace: RankTrace, places: Ints, period: int) -> list[Step]:
 def _by_time(
     trace: RankTrace, source: StepSource, steps: Sequence[Step], notices: Notices
 ) -> Steps:
-    of_work = _at(steps, trace.gpu.begin_ns)
+    of_work = _at(steps, trace.gpu.begin_ns[:])
     notices.add("outside_steps", int((of_work == OUTSIDE).sum()))
     of_host = _at(steps, trace.host_collectives.begin_ns)
     notices.add("outside_steps", int((of_host == OUTSIDE).sum()))
@@ -203,7 +246,7 @@ def _by_launch(
     # They count upwards: a smaller one than all that were recorded was launched before.
     positive = np.searchsorted(launches.correlation, 0, "right")
     least = int(launches.correlation[positive]) if positive < launches.correlation.size else 0
-    of_work = _none(len(gpu))
+    of_work: Narrow = np.full(len(gpu), OUTSIDE, np.int16 if len(steps) < 1 << 15 else np.int32)
     has_work = np.zeros(launches.begin_ns.size, bool)
     for first in range(0, len(gpu), _BLOCK):
         block = slice(first, first + _BLOCK)
@@ -226,6 +269,14 @@ def _by_launch(
     return _marked(trace, source, steps, (of_work, of_host), lost_of, notices)
 
 
+def _counts(of: Narrow, number: int) -> Ints:
+    """Returns how many are of each step; numpy would count a copy that is twice as wide."""
+    result = np.zeros(number + 1, np.int64)
+    for first in range(0, of.size, _BLOCK):
+        result += np.bincount(of[first : first + _BLOCK].astype(np.int64) + 1, minlength=number + 1)
+    return result[1:]
+
+
 def _at(steps: Sequence[Step], times_ns: Ints) -> npt.NDArray[np.int32]:
     """Returns the place of the step in which each time lies, ``OUTSIDE`` for none."""
     begins = np.array([step.begin_ns for step in steps], np.int64)
@@ -236,7 +287,7 @@ def _at(steps: Sequence[Step], times_ns: Ints) -> npt.NDArray[np.int32]:
 
 
 def _launched(
-    launches: Launches, begin_ns: Ints, wanted: Narrow
+    launches: Launches, begin_ns: Ints, wanted: Ints
 ) -> tuple[Ints, npt.NDArray[np.bool_]]:
     """Returns the place of each piece of work's launch, and whether it is there."""
     if not launches.correlation.size:
@@ -266,7 +317,7 @@ def _marked(
     trace: RankTrace,
     source: StepSource,
     steps: Sequence[Step],
-    of: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]],
+    of: tuple[Narrow, npt.NDArray[np.int32]],
     lost_of: npt.NDArray[np.int32],
     notices: Notices,
 ) -> Steps:
@@ -282,8 +333,8 @@ def _marked(
     """
     marked = list(steps)
     of_work, of_host = of
-    missing = np.bincount(lost_of[lost_of >= 0], minlength=len(steps)).tolist()
-    counts = np.bincount(of_work[of_work >= 0], minlength=len(steps))
+    missing = _counts(lost_of, len(steps)).tolist()
+    counts = _counts(of_work, len(steps))
     lengths = np.array([step.end_ns - step.begin_ns for step in steps], np.float64)
     for place in sorted({0, len(steps) - 1}):
         if marked[place].incomplete:
@@ -296,8 +347,8 @@ def _marked(
         elif missing[place] > max((missing[other] for other in others), default=0):
             reason = f"{missing[place]} kernels were launched in it that the trace does not have"
         elif len(others) >= 2:
-            usual = float(np.median(lengths[others]))
-            work = float(np.median(counts[others]))
+            usual = median(lengths[others])
+            work = median(counts[others])
             if counts[place] < _FEW * work:
                 reason = f"it has {counts[place]} pieces of GPU work, the others {work:.0f}"
             elif lengths[place] < _SHORT * usual:
@@ -309,6 +360,6 @@ def _marked(
             marked[place] = replace(marked[place], incomplete=reason)
     bad = [step for step in marked if step.incomplete]
     if bad:
-        detail = "; ".join(f"Step {step.number}: {step.incomplete}" for step in bad)
+        detail = "; ".join(f"Step {step.label}: {step.incomplete}" for step in bad)
         notices.add("incomplete_step", len(bad), f"{detail}.")
     return Steps(source, tuple(marked), of_work, of_host)

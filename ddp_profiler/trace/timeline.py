@@ -215,21 +215,32 @@ def _events(
     for place in range(0, len(split.steps), together or 1):
         yield from name_track(_STEPS, _NAMES[_STEPS])
         steps = [one.step for one in split.steps[place : place + together]]
-        name = f"step {steps[0].number}" + (" (incomplete)" if steps[0].incomplete else "")
+        name = f"step {steps[0].label}" + (" (incomplete)" if steps[0].incomplete else "")
         if len(steps) > 1:
-            name = f"steps {steps[0].number} to {steps[-1].number}"
-        begin, end = clock(np.array([steps[0].begin_ns, steps[-1].end_ns], np.int64)).tolist()
+            name = f"steps {steps[0].label} to {steps[-1].label}"
+        until = max(step.end_ns for step in steps)
+        if place + together < len(split.steps):
+            # Work belongs to the step that began last; slices of a track must not overlap.
+            until = min(until, split.steps[place + together].step.begin_ns)
+        begin, end = clock(np.array([steps[0].begin_ns, until], np.int64)).tolist()
         made.events += 1
         yield _slice(rank, _STEPS, name, begin, end, {})
-    for track, name, found in _parts(split, across):
-        fewer, gap_ns = coarser(found, max(1, most // _SHARES))
+    for track, found in _parts(split, across):
+        names = list(found)
+        fewer, gap_ns = coarser(list(found.values()), len(names) * max(1, most // _SHARES))
         made.closed_gap_ns = max(made.closed_gap_ns, gap_ns)
         if fewer.begin_ns.size:
             yield from name_track(track, _NAMES[track])
         times = zip(clock(fewer.begin_ns).tolist(), clock(fewer.end_ns).tolist(), strict=True)
-        for begin, end in times:
+        for place, (begin, end) in enumerate(times):
             made.events += 1
-            yield _slice(rank, track, name, begin, end, {})
+            part = int(fewer.part[place])
+            if part >= 0:
+                yield _slice(rank, track, names[part], begin, end, {})
+                continue
+            lasted = zip(names, fewer.part_ns[place].tolist(), strict=True)
+            each = {f"{name.replace(' ', '_')}_us": ns / 1000 for name, ns in lasted if ns}
+            yield _slice(rank, track, _NAMES[track], begin, end, each)
     for track, track_name, name, begin, end, arguments in _collectives(
         split, across, clock, most, made
     ):
@@ -238,8 +249,8 @@ def _events(
         yield _slice(rank, track, name, begin, end, arguments)
 
 
-def _parts(split: RankSplit, across: AcrossRanks) -> Iterator[tuple[int, str, Intervals]]:
-    """Yields track, name and times of compute, exposed communication, memory and idling."""
+def _parts(split: RankSplit, across: AcrossRanks) -> Iterator[tuple[int, dict[str, Intervals]]]:
+    """Yields tracks, each with the names and times of its parts, which do not overlap."""
     gpu, comm = split.trace.gpu, split.collectives
 
     def work(kind: Work) -> Intervals:
@@ -248,16 +259,21 @@ def _parts(split: RankSplit, across: AcrossRanks) -> Iterator[tuple[int, str, In
     if not len(gpu):
         return
     compute = work(Work.COMPUTE)
-    yield _COMPUTE, "compute", compute
-    wait_ns, told = waits_of(split, across.meetings)
+    yield _COMPUTE, {"compute": compute}
+    wait_ns, _, whole = waits_of(split, across.meetings)
     joined = comm.begin_ns + wait_ns
-    transfer = union(joined[told], comm.end_ns[told])
-    untold = union(comm.begin_ns[~told], comm.end_ns[~told])
-    waits = union(comm.begin_ns[told], joined[told])
-    yield _EXPOSED, "exposed transfer", without(transfer, compute)
-    yield _EXPOSED, "exposed communication", without(without(untold, transfer), compute)
-    yield _EXPOSED, "exposed wait", without(without(without(waits, transfer), untold), compute)
-    yield _MEMORY, "memory", work(Work.MEMORY)
+    transfer = union(joined[whole], comm.end_ns[whole])
+    untold = union(joined[~whole], comm.end_ns[~whole])
+    waits = union(comm.begin_ns, joined)
+    yield (
+        _EXPOSED,
+        {
+            "exposed transfer": without(transfer, compute),
+            "exposed communication": without(without(untold, transfer), compute),
+            "exposed wait": without(without(without(waits, transfer), untold), compute),
+        },
+    )
+    yield _MEMORY, {"memory": work(Work.MEMORY)}
     busy = union(
         np.concatenate((gpu.begin_ns, comm.begin_ns)), np.concatenate((gpu.end_ns, comm.end_ns))
     )
@@ -265,7 +281,7 @@ def _parts(split: RankSplit, across: AcrossRanks) -> Iterator[tuple[int, str, In
     first = [step.window_begin_ns for step in split.steps[:1]]
     begin = np.array([min([*first, int(busy.begin_ns[0])])]) if busy.begin_ns.size else gpu.begin_ns
     recorded = union(begin[:1], begin[:1] + split.total.window_ns)
-    yield _IDLE, "idle", without(recorded, busy)
+    yield _IDLE, {"idle": without(recorded, busy)}
 
 
 def _collectives(
@@ -273,7 +289,7 @@ def _collectives(
 ) -> Iterator[tuple[int, str, str, int, int, dict[str, Any]]]:
     """Yields track, its name, name, begin, end and arguments of waits and transfers."""
     found, trace = split.collectives, split.trace
-    wait_ns, told = waits_of(split, across.meetings)
+    wait_ns, _, whole = waits_of(split, across.meetings)
     last = _last_ranks(split, across)
     places = np.arange(len(found))
     keep = max(1, most // _SHARES)
@@ -299,16 +315,15 @@ def _collectives(
         if group >= 0:
             arguments["group"] = trace.groups[group].label
         if step >= 0:
-            arguments["step"] = split.steps[step].step.number
+            one = split.steps[step].step
+            arguments["step"] = one.number if one.occurrence == 1 else one.label
         if place in last:
             arguments["last_rank"] = last[place]
-        if not told[place]:
-            yield track, track_name, kind, begin[place], end[place], arguments
-            continue
         if joined[place] > begin[place]:
             yield track, track_name, f"{kind} wait", begin[place], joined[place], arguments
         if end[place] > joined[place] or joined[place] == begin[place]:
-            yield track, track_name, f"{kind} transfer", joined[place], end[place], arguments
+            name = f"{kind} transfer" if whole[place] else kind
+            yield track, track_name, name, joined[place], end[place], arguments
 
 
 def _last_ranks(split: RankSplit, across: AcrossRanks) -> Mapping[int, int]:

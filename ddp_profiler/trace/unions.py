@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,23 +62,52 @@ def _covers(found: Intervals, times: Ints) -> np.ndarray[tuple[int, ...], np.dty
     return inside
 
 
-def coarser(found: Intervals, most: int) -> tuple[Intervals, int]:
-    """Returns at most so many intervals, the shortest gaps between them closed.
+class Slices(NamedTuple):
+    """Parts that share a track, in order of their begin, none overlapping another.
+
+    Attributes:
+        begin_ns: Begin, [slice].
+        end_ns: End, [slice].
+        part: Place of the part that it is of; -1 where it is of several, [slice].
+        part_ns: How long each part lasts in it, [slice, part].
+    """
+
+    begin_ns: Ints
+    end_ns: Ints
+    part: Ints
+    part_ns: Ints
+
+
+def coarser(parts: Sequence[Intervals], most: int) -> tuple[Slices, int]:
+    """Returns at most so many slices of a track, the shortest gaps between them closed.
+
+    All parts are looked at together: closed one by one, gaps of one would hide another. Slices of
+    several parts become one where no gap is shorter than that between these.
 
     Args:
-        found: Intervals as ``union`` returns them.
+        parts: Intervals as ``union`` returns them; those of one part overlap no other's.
         most: How many at most; at least 1.
 
     Returns:
-        The intervals, and the longest gap that was closed, in ns.
+        The slices, and the longest gap that was closed, in ns.
     """
-    number = found.begin_ns.size
-    if number <= most:
-        return found, 0
-    gaps = found.begin_ns[1:] - found.end_ns[:-1]
-    closed = np.sort(np.argsort(gaps, kind="stable")[: number - most])
-    kept = np.ones(number - 1, bool)
-    kept[closed] = False
-    begin = np.concatenate((found.begin_ns[:1], found.begin_ns[1:][kept]))
-    end = np.concatenate((found.end_ns[:-1][kept], found.end_ns[-1:]))
-    return Intervals(begin, end), int(gaps[closed].max())
+    begin = np.concatenate([part.begin_ns for part in parts])
+    end = np.concatenate([part.end_ns for part in parts])
+    part = np.repeat(np.arange(len(parts)), [one.begin_ns.size for one in parts])
+    order = np.argsort(begin, kind="stable")
+    begin, end, part = begin[order], end[order], part[order]
+    number = begin.size
+    new = np.ones(number, bool)
+    gap_ns = 0
+    if number > most:
+        gaps = begin[1:] - end[:-1]
+        closed = np.argsort(gaps, kind="stable")[: number - most]
+        new[closed + 1] = False
+        gap_ns = int(gaps[closed].max())
+    of = np.cumsum(new) - 1
+    first = np.flatnonzero(new)
+    part_ns = np.zeros((first.size, len(parts)), np.int64)
+    np.add.at(part_ns, (of, part), end - begin)
+    one = np.where((part_ns > 0).sum(axis=1) > 1, -1, part[first])
+    last = np.append(first[1:], number)[: first.size] - 1
+    return Slices(begin[first], end[last], one, part_ns), gap_ns

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ddp_profiler.trace.across import MOST_ELEMENTS, AcrossRanks
-from ddp_profiler.trace.columns import Ints
+from ddp_profiler.trace.across import AcrossRanks
+from ddp_profiler.trace.columns import Ints, distinct
 from ddp_profiler.trace.kernels import KINDS, Collective
-from ddp_profiler.trace.model import RankTrace
+from ddp_profiler.trace.model import MOST_ELEMENTS, RankTrace
 from ddp_profiler.trace.split import RankSplit
 from ddp_profiler.trace.steps import StepSource
 
@@ -153,6 +153,7 @@ class StepReductions:
         bytes: Their bytes; None likewise.
         repeats: How often the same sequence of sizes comes in a row; 1 where it does not, or
             where all have one size, which says nothing.
+        occurrence: Which of the steps of this number it is, from 1.
     """
 
     step: int
@@ -161,6 +162,7 @@ class StepReductions:
     elements: int | None
     bytes: int | None
     repeats: int
+    occurrence: int = 1
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ def volumes(split: RankSplit) -> tuple[GroupVolume, ...]:
     result = []
     for kind in _REDUCING:
         of_kind = (found.kind == KINDS.index(kind)) & floating
-        for group in np.unique(found.group[of_kind]).tolist():
+        for group in distinct(found.group[of_kind]):
             chosen = of_kind & (found.group == group)
             result.append(
                 GroupVolume(
@@ -322,6 +324,7 @@ def _step_reductions(split: RankSplit, place: int, chosen: Sequence[int]) -> Ste
         elements=sum(elements) if told else None,
         bytes=sum(known) if len(known) == len(sizes) else None,
         repeats=repeats(elements) if told else 1,
+        occurrence=step.occurrence,
     )
 
 
@@ -390,10 +393,10 @@ def bandwidths(ranks: Sequence[RankSplit], across: AcrossRanks) -> tuple[Bandwid
         lasted = found.end_ns - found.begin_ns
         each = np.array([type_bytes(name) or 0 for name in split.trace.dtypes] + [0], np.int64)
         nbytes = np.maximum(known_elements(split), 0) * each[found.dtype]
-        for number in np.unique(found.group).tolist():
+        for number in distinct(found.group):
             size = group_size(split.trace, number)
             label = split.trace.groups[number].label if number >= 0 else None
-            for code in np.unique(found.kind[found.group == number]).tolist():
+            for code in distinct(found.kind[found.group == number]):
                 factor = bus_factor(KINDS[code], size)
                 chosen = (found.group == number) & (found.kind == code)
                 chosen &= (nbytes > 0) & (lasted > 0)
@@ -405,6 +408,8 @@ def bandwidths(ranks: Sequence[RankSplit], across: AcrossRanks) -> tuple[Bandwid
     by_rank = {split.rank: split for split in ranks}
     transfer: dict[_Channel, list[float]] = {}
     for meeting in across.meetings:
+        if not meeting.whole:
+            continue
         first = by_rank[meeting.match.ranks[0]]
         for place in np.flatnonzero(meeting.meets & (meeting.transfer_ns > 0)).tolist():
             rate = transfer_rate(first, meeting.match.places[place, 0], meeting.transfer_ns[place])

@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from tests.integration.conftest import ROOT, run_command, torchrun
+from tests.unit.page_reader import Page
 
 pytestmark = pytest.mark.distributed
 
@@ -62,13 +63,40 @@ def test_output_fits_80_columns_and_has_no_escapes(four_ranks):
     assert "\x1b" not in four_ranks.out
     table = four_ranks.out.split("Run folder")[0].splitlines()
     assert max(len(line) for line in table if "/" not in line[:3]) <= 80
-    assert four_ranks.out.rstrip().endswith(f"Run folder: {four_ranks.folder}")
+    assert f"\nRun folder: {four_ranks.folder}\n" in four_ranks.out
+    report = four_ranks.folder / "report.html"
+    assert four_ranks.out.rstrip().endswith(f"Report: {report}")
+    page = Page(report.read_text())
+    about = "split scaling waterfall ranks timeline allreduce batch prediction overhead settings"
+    assert [name for name in about.split() if not page.tables[name]] == []
+
+
+def test_a_run_folder_can_be_compared(four_ranks):
+    """With itself: each level is paired with itself, and nothing can be told from one launch."""
+    folder = four_ranks.folder
+    done = run_command(["-m", "ddp_profiler.cli", "compare", folder, folder, "--json"])
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["comparability"]["differences"] == []
+    assert found["comparability"]["obstacles"] == []
+    levels = four_ranks.summary["levels"]
+    assert [one["level"] for one in found["levels"]] == [level["id"] for level in levels]
+    for one, level in zip(found["levels"], levels, strict=True):
+        assert one["step"]["verdict"] == "cannot tell"
+        assert one["step"]["base_ms"] == one["step"]["new_ms"] == level["step_ms"]["median"]
+        low, high = one["step"]["base_ci95_ms"]
+        assert low <= one["step"]["base_ms"] <= high
+        shown = sum(part["base_ms"] for part in one["parts"])
+        assert shown == pytest.approx(level["instrumented_step_ms"]["mean"])
+    table = run_command(["-m", "ddp_profiler.cli", "compare", folder, folder]).out
+    assert max(map(len, table.splitlines())) <= 80 + len(str(folder))
+    assert "The same run is on both sides" in table
 
 
 def test_files_are_those_of_the_contract(four_ranks):
     names = {path.name for path in four_ranks.folder.iterdir()}
     ranks = {f"rank-{rank:05d}.arrows" for rank in range(4)}
-    assert names == {"run.json", "summary.json", "plots", *ranks}
+    assert names == {"run.json", "summary.json", "report.html", "plots", *ranks}
     assert (four_ranks.folder / "plots" / "step_parts.png").stat().st_size > 5000
 
 

@@ -8,6 +8,9 @@ import pytest
 
 from ddp_profiler.analysis import results
 from ddp_profiler.analysis.allreduce import AllReduceResult, AllReduceSize
+from ddp_profiler.analysis.comparability import Comparability, Difference, Pairing
+from ddp_profiler.analysis.compare import Comparison, LeastSeen
+from ddp_profiler.analysis.comparison import Check, LevelComparison, RowComparison
 from ddp_profiler.analysis.data_sheets import DataSheet
 from ddp_profiler.analysis.feeding import Feeding, RankBatch, RankTokens, Tokens
 from ddp_profiler.analysis.left_out import IncompleteStep
@@ -145,6 +148,23 @@ def test_bounds():
 @pytest.mark.parametrize("kind", [Plan, Alternative, StepTime])
 def test_keys_of_plans(kind):
     assert fields(kind) - words("plan.md") == set()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Comparison,
+        Comparability,
+        Difference,
+        Pairing,
+        LeastSeen,
+        Check,
+        LevelComparison,
+        RowComparison,
+    ],
+)
+def test_keys_of_comparisons(kind):
+    assert fields(kind) - words("compare.md") == set()
 
 
 def test_causes():

@@ -18,7 +18,7 @@ from ddp_profiler.batch import Batch
 from ddp_profiler.errors import UsageError
 from ddp_profiler.predict.parallel import Parallel, nearest_legal, solve_parallel
 from ddp_profiler.predict.plan import PlanRequest, RunKnowledge, knowledge_of, make_plan
-from ddp_profiler.predict.step_time import StepTime, measured
+from ddp_profiler.predict.step_time import StepTime, re_expressed
 from ddp_profiler.report import plan as report
 from ddp_profiler.schema import MicroBatchSearch, MicroBatchTrial, TrialOutcome
 
@@ -181,7 +181,7 @@ def test_worlds_that_are_suggested_are_legal(world_size, dp, tp, pp):
 def test_a_plan_is_what_torch_makes_of_it(
     samples, dp, micro, accumulation, drop_last, window, epochs
 ):
-    steps, used, handed_out = 0, 0, []
+    steps, used, handed_out, unused = 0, 0, [], 0
     waiting = [[] for _ in range(dp)]
     for epoch in range(epochs):
         loaders = []
@@ -205,6 +205,7 @@ def test_a_plan_is_what_torch_makes_of_it(
                 used += sum(len(batch) for batches in waiting for batch in batches)
                 waiting = [[] for _ in range(dp)]
         if window == "drop":
+            unused += len(waiting[0])
             waiting = [[] for _ in range(dp)]
     options = {
         "micro_batch": micro,
@@ -221,6 +222,11 @@ def test_a_plan_is_what_torch_makes_of_it(
     assert found.micro_steps_per_epoch == micro_steps
     assert found.total_optimizer_steps == steps
     assert found.samples_repeated * epochs == len(handed_out) - len(set(handed_out))
+    assert found.total_unused_micro_steps == unused + len(waiting[0])
+    assert found.total_samples_processed == used
+    assert found.total_samples_dropped == (
+        epochs * (samples + found.samples_repeated) - found.total_samples_processed
+    )
     left = sum(len(batch) for batches in waiting for batch in batches)
     assert found.samples_processed * epochs == used + left
     assert bool(left) == any("no step takes" in line for line in found.rounding)
@@ -233,7 +239,43 @@ def test_a_plan_is_what_torch_makes_of_it(
 def test_windows_that_carry_over_make_broken_epochs():
     found = plan(70, 3, micro_batch=10, accumulation=2, window="carry")
     assert (found.optimizer_steps_per_epoch, found.total_optimizer_steps) == (3.5, 10)
-    assert found.rounding[-1] == "the last epoch leaves 1 micro-steps that no step takes"
+    assert found.rounding[-1] == (
+        "the end of the run leaves 1 micro-step that no step takes, of 10 samples"
+    )
+
+
+def test_micro_steps_that_no_step_takes_cost_time():
+    options = {"micro_batch": 1, "accumulation": 100, "dp": 1}
+    dropped = plan(199, 10, window="drop", step_ms=100.0, **options)
+    # 1990 micro-steps of 1 ms, of which 10 steps take 1000.
+    assert dropped.training_time_s == pytest.approx(1.99)
+    assert dropped.training_time_terms_s["steps"] == pytest.approx(1.0)
+    assert dropped.training_time_terms_s["unused_micro_steps"] == pytest.approx(0.99)
+    assert dropped.total_unused_micro_steps == 990
+    assert "counts as 1 / 100 of a step" in dropped.notes[-1]
+    assert "unused micro-steps 0.99 s" in report.render(dropped)
+    carried = plan(199, 3, window="carry", step_ms=100.0, **options)
+    assert carried.training_time_s == pytest.approx(0.597)
+    assert (carried.total_samples_processed, carried.total_samples_dropped) == (500, 97)
+    text = report.render(carried)
+    assert re.search(r"samples that steps use +199 +500\n", text)
+    assert re.search(r"samples dropped +0 +97\n", text)
+    assert re.search(r"micro-steps +199 +597\n +that no step takes +- +97\n", text)
+    whole = plan(200, 3, window="carry", step_ms=100.0, **options)
+    assert whole.training_time_terms_s["unused_micro_steps"] == 0
+    assert "no step takes" not in report.render(whole)
+
+
+def test_micro_steps_that_no_step_takes_add_what_is_known_of_one():
+    # A micro-step adds 10 ms, a step 7: 5 micro-steps in windows of 3 leave 2 an epoch.
+    run = run_of(level(1, 10, mean=17.0))
+    found = plan(50, 4, micro_batch=10, accumulation=3, dp=1, window="drop", run=run)
+    assert found.training_time_terms_s["steps"] == pytest.approx(4 * 0.037)
+    assert found.training_time_terms_s["unused_micro_steps"] == pytest.approx(4 * 2 * 0.010)
+    low, high = found.training_time_interval_s
+    assert low / found.training_time_s == pytest.approx(0.8 / 0.9)
+    assert high / found.training_time_s == pytest.approx(1 / 0.9)
+    assert not any("counts as" in note for note in found.notes)
 
 
 def test_whole_batches_dealt_out():
@@ -253,7 +295,13 @@ def test_time_is_steps_times_step_time_and_the_terms():
         checkpoint_s=0.5,
         checkpoint_every=60,
     )
-    terms = {"steps": 10.0, "startup": 7.0, "evaluation": 6.0, "checkpoint": 1.5}
+    terms = {
+        "steps": 10.0,
+        "unused_micro_steps": 0.0,
+        "startup": 7.0,
+        "evaluation": 6.0,
+        "checkpoint": 1.5,
+    }
     assert found.training_time_terms_s == terms
     assert found.training_time_s == 24.5
     assert found.training_time_interval_s is None
@@ -282,7 +330,7 @@ def test_a_measured_level_gives_the_time_with_its_interval():
 
 
 def test_another_accumulation_adds_micro_steps():
-    source = measured(make_summary(level(2, 10, mean=18.0), level(2, 10, 8, mean=90.0)))
+    source = re_expressed(make_summary(level(2, 10, mean=18.0), level(2, 10, 8, mean=90.0)))
     assert source(Batch(10, 3, 2)).ms == pytest.approx(18.0 + 2 * 10.0)
     # From the nearest one that was measured.
     assert source(Batch(10, 7, 2)).ms == pytest.approx(90.0 - 10.0)
@@ -294,12 +342,12 @@ def test_another_accumulation_adds_micro_steps():
 def test_another_micro_batch_needs_a_curve_of_that_dp():
     levels = (level(2, 4, mean=18.0),)
     found = curve(micro_batches(2_000_000, 3_000_000, 5_000_000, 9_000_000))
-    source = measured(summary_of(*levels, micro_batches=found))
+    source = re_expressed(summary_of(*levels, micro_batches=found))
     assert source(Batch(8, 2, 2)).ms == pytest.approx(18.0 + 10.0 + 2 * (9 - 5))
     assert source(Batch(6, 1, 2)).ms == pytest.approx(18.0 + (7 - 5))
     assert "re-expressed at accumulation 2 and micro-batch 8" in source(Batch(8, 2, 2)).source
     assert source(Batch(16, 1, 2)) is None
-    at_one = measured(summary_of(*levels, micro_batches=replace(found, dp=1)))
+    at_one = re_expressed(summary_of(*levels, micro_batches=replace(found, dp=1)))
     assert at_one(Batch(8, 1, 2)) is None
 
 
@@ -330,6 +378,65 @@ def test_with_an_open_dp_others_are_shown():
     found = plan(1000, global_batch=24, micro_batch=3)
     assert (found.micro_batch, found.accumulation, found.dp) == (3, 8, 1)
     assert {a.dp for a in found.alternatives if a.micro_batch == 3} == {2, 4, 8}
+
+
+def test_an_open_dp_is_also_split_otherwise():
+    found = plan(50000, 90, global_batch=256)
+    assert (found.micro_batch, found.dp) == (256, 1)
+    assert {(128, 1, 2), (64, 2, 2), (8, 1, 32), (1, 1, 256)} <= set(order(found))
+    # What is shown at once has several dp, and of a micro-batch the largest dp first.
+    assert order(found)[:3] == [(128, 1, 2), (128, 2, 1), (64, 1, 4)]
+    assert {a.micro_batch * a.accumulation * a.dp for a in found.alternatives} == {256}
+    assert {a.dp for a in plan(50000, global_batch=256, dp=2).alternatives} == {2}
+    # No more ranks than samples, and not all divisors of a batch that has many.
+    assert max(a.dp for a in plan(10, global_batch=64).alternatives) == 8
+    assert len({a.dp for a in plan(10**6, global_batch=720720).alternatives}) == 12
+
+
+def test_an_open_dp_is_predicted_beyond_those_measured():
+    def source(batch):
+        if batch.micro_batch != 8:
+            return None
+        words = "measured at dp4" if batch.dp == 4 else "predicted, beyond what was measured"
+        return StepTime(100.0 * batch.accumulation + batch.dp, None, None, words)
+
+    run = RunKnowledge("r", step_times=source, sizes=(4, 1))
+    found = plan(50000, global_batch=512, run=run, micro_batch=8)
+    assert (found.accumulation, found.dp) == (16, 4)
+    timed = [a for a in found.alternatives if a.training_time_s is not None]
+    # Up to 8 times 4, the shortest first.
+    assert [(a.accumulation, a.dp) for a in timed] == [(2, 32), (4, 16), (8, 8), (32, 2), (64, 1)]
+    assert {a.source for a in timed} == {"predicted, beyond what was measured"}
+    assert max(a.dp for a in found.alternatives) == 32
+    world = plan(50000, global_batch=512, run=run, world_size=8)
+    assert world.dp == 8
+    # Fewer replicas than the devices hold: only those whose time is known.
+    assert {found for found in order(world) if found[2] != 8} == {
+        (8, 16, 4),
+        (8, 32, 2),
+        (8, 64, 1),
+    }
+
+
+def test_each_step_time_is_asked_for_once():
+    asked = []
+
+    def source(batch):
+        asked.append(batch)
+
+    plan(50000, global_batch=64, run=RunKnowledge("r", step_times=source, sizes=(2,)))
+    assert len(asked) == len(set(asked)) > 5
+
+
+def test_alternatives_without_a_step_are_left_out():
+    # At dp 2 each rank has 5 samples, which the loader drops at micro-batch 8.
+    found = plan(10, global_batch=8, micro_batch=4, accumulation=1, drop_last="loader")
+    assert found.dp == 2
+    assert (8, 1, 1) in order(found)
+    assert (1, 1, 8) in order(found)
+    short = plan(5, global_batch=8, micro_batch=1, dp=1, drop_last="loader")
+    assert (8, 1, 1) not in order(short)
+    assert (4, 2, 1) in order(short)
 
 
 def test_what_does_not_fit_comes_last_and_is_not_chosen():
@@ -513,3 +620,28 @@ def test_alternatives_with_times_fit_80_columns():
     text = report.render(plan(10**6, 90, global_batch=256, dp=2, micro_batch=4, run=run))
     assert max(map(len, text.splitlines())) <= 80
     assert "re-expressed" in text
+
+
+def test_sources_of_alternatives_take_a_word_and_a_legend():
+    sources = {
+        8: "measured at dp2-acc1",
+        4: "measured at dp2-acc1, re-expressed at accumulation 8 and micro-batch 4",
+        2: "predicted",
+        1: "predicted, beyond what was measured",
+    }
+
+    def source(batch):
+        words = sources.get(batch.micro_batch)
+        return words and StepTime(9876.5 * batch.accumulation, None, None, words)
+
+    run = RunKnowledge("r", step_times=source, sizes=(1,), fits=lambda m: True)
+    text = report.render(plan(10**7, 90, global_batch=16, micro_batch=16, dp=1, run=run))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines == [line.rstrip() for line in lines]
+    start = next(k for k, line in enumerate(lines) if line.startswith("micro-batch x acc."))
+    # One line for each, then what each word means, without those that do not occur.
+    rows, legend = lines[start + 2 : start + 6], lines[start + 6 :]
+    words = ["measured", "re-expressed", "predicted", "extrapolated"]
+    assert [row.split()[-1] for row in rows] == words
+    assert [line.split(":")[0] for line in legend] == words

@@ -26,9 +26,12 @@ def times(form, ranks, overhead=0.1, latency=0.05, gbit=1.0, noise=0.0, seed=0):
     ]
 
 
-@pytest.mark.parametrize("form", ["ring", "tree", "shared", "doubling"])
-def test_the_law_is_found_and_carried_on(form):
-    model = fit(times(form, [2, 3, 4, 6], noise=0.01), "nccl", True)
+@pytest.mark.parametrize(
+    ("form", "backend", "between"),
+    [("ring", "nccl", True), ("tree", "nccl", False), ("shared", "gloo", False)],
+)
+def test_the_law_is_found_and_carried_on(form, backend, between):
+    model = fit(times(form, [2, 3, 4, 6], noise=0.01), backend, between)
     assert model.curve.form == form
     assert model.unit == "ranks"
     [expected] = [s.time_ms for s in times(form, [16]) if s.nbytes == SIZES[-1]]
@@ -55,8 +58,24 @@ def test_one_number_of_ranks_tells_no_ring_from_a_tree():
 
 
 def test_gloo_between_nodes_is_a_ring():
-    model = fit(times("ring", [2]), "gloo", True)
-    assert (model.curve.form, model.rivals, model.unit) == ("ring", (), "sizes")
+    # Also where a tree would fit better.
+    for ranks in ([2], [2, 4, 8]):
+        model = fit(times("tree", ranks), "gloo", True)
+        assert {model.curve.form, *(rival.form for rival in model.rivals)} == {"ring"}
+
+
+def test_one_n_cannot_tell_overhead_from_latency():
+    model = fit(times("ring", [2], overhead=0.5, latency=0.0), "gloo", True)
+    assert model.unit == "sizes"
+    small = [model.cost(64, 1, curve).latency_ms for curve in (model.curve, *model.rivals)]
+    # Once: 0.5; in hops of which there are 63 times as many: 31.5. The truth is among them.
+    assert min(small) == pytest.approx(0.5, rel=0.02)
+    assert max(small) == pytest.approx(31.5, rel=0.02)
+    assert model.cost(64, 1).latency_ms == pytest.approx(16.0, rel=0.02)
+    # Two n tell it.
+    told = fit(times("ring", [2, 4], overhead=0.5, latency=0.0), "gloo", True)
+    assert told.cost(64, 1).latency_ms == pytest.approx(0.5, rel=0.02)
+    assert told.curve.form == "ring"
 
 
 def test_a_bend_in_the_sizes_is_followed():
@@ -97,6 +116,22 @@ def test_another_bandwidth_changes_the_wire_only():
     assert slower.with_bandwidth(0.25, 1.0).cost(4, 2**24).wire_ms == pytest.approx(before.wire_ms)
 
 
+def test_a_correction_by_size_is_taken_where_it_is_better_only():
+    model = fit(times("ring", [2, 4, 8], noise=0.005), "nccl", True)
+    assert (model.curve.form, model.curve.correction) == ("ring", ())
+
+
+def test_a_tree_goes_by_whole_levels():
+    assert [FORMS["tree"].hops(n) for n in (2, 3, 4, 5, 8, 9)] == [2, 4, 4, 6, 6, 8]
+
+
 def test_too_few_samples():
-    assert fit(times("ring", [2])[:3], "gloo", True) is None
+    assert fit(times("ring", [2])[:1], "gloo", True) is None
     assert fit([], "gloo", True) is None
+
+
+def test_two_sizes_are_a_line_of_which_nothing_is_held_out():
+    model = fit(times("ring", [2])[-2:], "gloo", True)
+    assert (model.held_out, model.error) == ((), 0.1)
+    [expected] = [s.time_ms for s in times("ring", [2]) if s.nbytes == SIZES[-1]]
+    assert model.curve.time_ms(2, SIZES[-1]) == pytest.approx(expected)

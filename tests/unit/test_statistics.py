@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ddp_profiler.analysis.statistics import block_bootstrap, summarize
+from ddp_profiler.analysis.statistics import block_bootstrap, mean_interval, summarize
 
 
 def median(values):
@@ -90,3 +90,27 @@ def test_blocks_keep_order():
     values = np.array([3.0, 1.0, 2.0])
     assert block_bootstrap(values, lambda v: v[:, 0], block=3) == (3, 3)
     assert block_bootstrap(values, lambda v: v[:, 0], block=99) == (3, 3)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.3])
+def test_interval_of_a_mean_holds_it_in_most_series(correlation):
+    random = np.random.default_rng(4)
+    held, widths = 0, []
+    for _ in range(400):
+        noise = random.normal(0, 1, 150)
+        values = [0.0]
+        for step in noise:
+            values.append(correlation * values[-1] + step)
+        low, high = mean_interval(np.array(values[30:]) + 7)
+        held += low <= 7 <= high
+        widths.append(high - low)
+    assert 355 <= held <= 395
+    # Neighbours that resemble each other say less: the true width is 1.43 times as large.
+    expected = 2 * 1.96 / 120**0.5 / (1 - correlation)
+    assert np.mean(widths) == pytest.approx(expected, rel=0.2)
+
+
+def test_interval_of_a_mean_by_hand():
+    assert mean_interval(np.array([7.0])) is None
+    # Two blocks of one: mean 2, t of one degree of freedom 12.706, error 1.
+    assert mean_interval(np.array([1.0, 3.0])) == pytest.approx((2 - 12.706, 2 + 12.706), abs=1e-3)

@@ -119,6 +119,24 @@ def test_breakdown_is_the_mean_over_ranks_and_sums_to_the_instrumented_mean(colu
     assert level.instrumented_step_ms.mean == pytest.approx(100)
 
 
+def test_parts_have_intervals_of_their_means():
+    """Rank 0 alone: local backward ends after 63, 65 and 67 ms, so backward takes 38 to 42."""
+
+    def rank(ends):
+        spans = Spans()
+        for i, end in enumerate(ends):
+            add_instrumented(spans, 10_000 + 100 * i, i, end, 8, block=0)
+        return spans.columns()
+
+    level = level_of({0: rank((63, 65, 67)), 1: rank((63, 65, 67))})
+    found = level.breakdown_ci95_ms
+    assert set(found) == set(level.breakdown_ms)
+    low, high = found["backward"]
+    assert low < level.breakdown_ms["backward"] < high
+    assert (low + high) / 2 == pytest.approx(40)
+    assert found["forward"] == pytest.approx((20, 20))
+
+
 def test_ranks_are_kept_apart(columns):
     ranks = level_of(columns).ranks
     assert [(r.rank, r.steps, r.hostname) for r in ranks] == [(0, 3, "host"), (1, 3, "host")]

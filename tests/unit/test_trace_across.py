@@ -1,6 +1,7 @@
 """Between ranks: planted clocks, lags and transfer times must come out exactly."""
 
 import json
+import random
 from itertools import pairwise
 
 import pytest
@@ -322,10 +323,37 @@ def test_messages_between_some_ranks_are_not_paired(tmp_path):
     assert waiting.exposed_untold_ns > 0
 
 
-def test_broadcasts_alone_tie_clocks_only_as_well_as_they_agree(tmp_path):
-    job = make_job(4, script=[Call("Broadcast")], offsets=OFFSETS)
+def root_is_done_early(job, ns):
+    """Shortens rank 0's broadcasts, of which the root's end tells nothing of the others'."""
+    for event in job.recordings[0].events:
+        if "Broadcast" in event["name"]:
+            event["dur"] = number(round(float(event["dur"].strip("@")) * 1000) - ns)
+    return job
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_broadcasts_alone_tie_no_clocks(world, tmp_path):
+    """A root that is always done 10 us early looks like a clock, and would be called late."""
+    job = root_is_done_early(make_job(4, world=world, script=[Call("Broadcast")] * 3), 10_000)
+    found, across = compared(job, tmp_path)
+    assert "at least 3 are needed, and there are 0. Broadcasts" in across.refused
+    assert across.lateness == ()
+    assert "late-rank" not in {one.id for one in analyse(found).findings}
+
+
+def test_broadcasts_move_no_clocks_beside_others(tmp_path):
+    script = [Call("Broadcast")] * 5 + [Call()]
+    job = root_is_done_early(make_job(4, script=script, offsets=OFFSETS), 10_000)
     _, across = compared(job, tmp_path)
     assert across.clocks.offset_ns == {0: 0, **OFFSETS}
+    assert across.clocks.num_collectives == 3
+
+
+def test_two_others_beside_broadcasts_are_too_few(tmp_path):
+    script = [Call("Broadcast")] * 5 + [Call()]
+    job = root_is_done_early(make_job(4, script=script, steps=2), 10_000)
+    _, across = compared(job, tmp_path)
+    assert "at least 3 are needed, and there are 2." in across.refused
 
 
 # ----------------------------------------------------------------------------------------------
@@ -520,3 +548,26 @@ def test_json_has_the_contracts_keys(tmp_path):
     )
     text = traces.render(found, analyse(found))
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_json_says_how_late_a_rank_is_and_whether_chance_may_be_why(tmp_path):
+    lags = random.Random(5)
+    job = make_job(
+        1, steps=6, lag=lambda step, call, rank: lags.randrange(9000) + 700_000 * (rank == 2)
+    )
+    found, across = compared(job, tmp_path)
+    late = traces.as_json(found, analyse(found))["across_ranks"]["late_ranks"]
+    assert late[0]["rank"] == 2
+    assert {one["rank"]: one["clearly"] for one in late} == {
+        rank: rank == 2 for rank in job.recordings
+    }
+    for one in late:
+        others = [other["caused_us"] for other in late if other is not one]
+        more = one["caused_us"] - sum(others) / len(others)
+        assert one["excess_us"] == pytest.approx(max(0, more), abs=0.001)
+        assert (one["outliers"], one["outliers_us"]) == next(
+            (same.outliers, same.outlier_ns / 1000)
+            for same in across.lateness
+            if same.rank == one["rank"]
+        )
+    assert late[0]["excess_us"] > 6 * 300

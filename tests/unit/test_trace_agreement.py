@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from ddp_profiler.naming import name_ranks
 from ddp_profiler.report import traces
 from ddp_profiler.trace.across import compare
 from ddp_profiler.trace.analysis import analyse
@@ -71,6 +72,9 @@ def check_left_out(job, odd, tmp_path):
     assert {one.rank for one in across.lateness} == set(others)
     assert odd not in across.waiting_total
     analysis = analyse(found)
+    shown = " ".join(traces.render(found, analysis).split())
+    assert f"All is said of {name_ranks(others)} only; rank {odd} could not be compared." in shown
+    assert "ranks given only" not in shown
     content = traces.as_json(found, analysis)
     by_rank = {one["rank"]: one for one in content["across_ranks"]["ranks"]}
     assert set(by_rank[odd]["total"].values()) == {None}

@@ -29,11 +29,11 @@ def sound(request):
 def same(one, other):
     """Whether two traces tell the same."""
     return (
-        one.gpu.begin_ns.tolist() == other.gpu.begin_ns.tolist()
-        and one.gpu.end_ns.tolist() == other.gpu.end_ns.tolist()
+        one.gpu.begin_ns[:].tolist() == other.gpu.begin_ns[:].tolist()
+        and one.gpu.end_ns[:].tolist() == other.gpu.end_ns[:].tolist()
         and one.gpu.work.tolist() == other.gpu.work.tolist()
         and one.marks == other.marks
-        and one.launches.begin_ns.tolist() == other.launches.begin_ns.tolist()
+        and one.launches.begin_ns[:].tolist() == other.launches.begin_ns[:].tolist()
         and (one.rank, one.world_size) == (other.rank, other.world_size)
     )
 

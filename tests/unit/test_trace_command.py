@@ -93,6 +93,7 @@ def test_times_are_exact_in_json(tmp_path, capfd):
         "group_size": 2,
         "stream": 20,
         "step": None,
+        "step_occurrence": None,
         "begin_us": Decimal("1700000000123456.789"),
         "begin_us_by_rank": {"0": Decimal("1700000000123456.789")},
         "transfer_us": None,
@@ -358,3 +359,17 @@ def test_progress_is_quiet_at_first_and_tells_now_and_then(monkeypatch):
 def test_progress_without_stderr_says_nothing():
     with ReadingProgress(None) as progress:
         progress.tell(1, 2)
+
+
+def test_a_trace_of_one_rank_loads_nothing_that_it_does_not_need(folder):
+    code = (
+        "import sys; from ddp_profiler import cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print('loaded', *(m for m in ('scipy', 'pyarrow', 'numpy.ma', 'torch', 'matplotlib')"
+        " if m in sys.modules), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, "trace", str(folder / "0.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "Rank 0" in done.stdout
+    assert done.stderr.strip() == "loaded"

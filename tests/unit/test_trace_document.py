@@ -211,6 +211,32 @@ def test_lenient_leaves_out_what_is_broken_behind_the_events(small_pieces):
     assert (events, notices) == ([{"name": "a"}], {"ignored_trailing": 1})
 
 
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        (b', "traceEvents": []}', "has traceEvents twice, the second at byte"),
+        (b', "distributedInfo": {}, "distributedInfo": {"rank": 1}}', "has distributedInfo twice"),
+        (b', "name": "x "y" z", "traceEvents": [{}]}', "has another trace within its events or"),
+        (b'} x {"traceEvents": [{}]}', "has another trace within its events or after them"),
+    ],
+)
+def test_lenient_leaves_out_no_other_trace(rest, message, small_pieces):
+    with pytest.raises(InputError, match=message):
+        read(b'{"traceEvents": [{"name": "a"}]' + rest, lenient=True)
+
+
+def test_lenient_leaves_out_no_damaged_data(small_pieces):
+    """What the source says of its data, such as a wrong checksum of gzip, is no broken text."""
+
+    def pieces():
+        yield b'{"traceEvents": [{"name": "a"}], "name": "' + 99 * b"x"
+        raise InputError("t.json.gz is damaged.")
+
+    document = Document(pieces(), "t.json", lambda array: None, Notices(), lenient=True)
+    with pytest.raises(InputError, match="is damaged"):
+        document.read()
+
+
 def test_large_text_in_pieces_of_any_size():
     draw = random.Random(5)
     events = [

@@ -1,12 +1,16 @@
 """Findings: each where its cause was planted, and nowhere else."""
 
+import json
+
 import pytest
 
+from ddp_profiler.report import traces
 from ddp_profiler.trace.analysis import analyse
 from ddp_profiler.trace.gather import read_ranks
 from ddp_profiler.trace.idle import launched_late_fraction
 from ddp_profiler.trace.reader import read_trace
 from ddp_profiler.trace.split import split
+from ddp_profiler.trace.timeline import write_timeline
 
 from .kineto import Recording
 from .traced_job import Call, make_job
@@ -68,6 +72,45 @@ def test_exposed_communication_says_what_it_is(tmp_path):
     (tmp_path / "c").mkdir()
     one = found_in(job, tmp_path / "c", leave_out=[1, 2, 3])["exposed-communication"]
     assert "cannot be told" in one.message
+
+
+def test_waiting_for_a_missing_rank_is_not_called_transfer(tmp_path):
+    """Rank 2 is late each time, and its trace is not here: nobody knows what the others do."""
+    job = make_job(lag=lambda step, place, rank: 700_000 if rank == 2 else 1000 * rank)
+    for made in job.recordings.values():
+        made.events = [e for e in made.events if "sgemm" not in e["name"]]
+    folder = job.write(tmp_path / "job", leave_out=[2, 3])
+    ranks = read_ranks([folder])
+    analysis = analyse(ranks)
+    one = {finding.id: finding for finding in analysis.findings}["exposed-communication"]
+    assert "waiting for ranks whose traces are missing" in one.message
+    assert "faster links" not in one.message
+    assert "exposed transfer" not in one.evidence
+    shown = traces.as_json(ranks, analysis)
+    assert {found["transfer_us"] for found in shown["collectives"]} == {None}
+    assert {found["busbw_gb_per_s"] for found in shown["collectives"]} == {None}
+    # What the ranks given wait for each other is known.
+    assert {found["wait_us_by_rank"]["0"] for found in shown["collectives"]} == {1.0}
+    assert [rate["busbw_gb_per_s"] for rate in shown["bandwidth"]] == [None]
+    for one in ranks.ranks:
+        total = analysis.across.waiting_total[one.rank]
+        assert (total.transfer_ns, total.exposed_transfer_ns) == (None, None)
+        assert total.exposed_wait_ns + total.exposed_untold_ns == one.total.exposed_comm_ns
+    assert analysis.across.waiting_total[0].exposed_wait_ns == 9 * 1000
+    write_timeline(tmp_path / "t.json", ranks.ranks, analysis.across)
+    names = {
+        event["name"] for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    }
+    assert {"exposed wait", "exposed communication", "AllReduce wait", "AllReduce"} <= names
+    assert not {name for name in names if "transfer" in name}
+
+
+def test_evidence_of_one_rank_names_no_worst(tmp_path):
+    job = make_job(1, world=2, lag=lambda step, place, rank: 700_000 * rank)
+    found = found_in(job, tmp_path, leave_out=[1])
+    assert {"exposed-communication", "gpu-idle"} <= set(found)
+    assert not [one for one in found.values() if "most on rank" in one.evidence]
+    assert "idle " in found["gpu-idle"].evidence
 
 
 def test_a_busy_balanced_job_has_no_findings(tmp_path):

@@ -26,14 +26,14 @@ def told(trace):
     base = trace.base_time_ns or 0
     gpu, host = trace.gpu, trace.host_collectives
     return {
-        "begin": (gpu.begin_ns + base).tolist(),
-        "end": (gpu.end_ns + base).tolist(),
+        "begin": (gpu.begin_ns[:] + base).tolist(),
+        "end": (gpu.end_ns[:] + base).tolist(),
         "work": gpu.work.tolist(),
         "kind": gpu.kind.tolist(),
         "stream": gpu.stream.tolist(),
         "names": [trace.names[place] for place in gpu.name],
         "host": (host.begin_ns + base).tolist(),
-        "launches": sorted((trace.launches.begin_ns + base).tolist()),
+        "launches": sorted((trace.launches.begin_ns[:] + base).tolist()),
         "marks": [(m.number, m.begin_ns + base, m.end_ns + base) for m in trace.marks],
     }
 
@@ -143,7 +143,7 @@ def test_numbers_of_unusual_types_in_arguments(tmp_path):
     del made.event("kernel", GEMM, 80, 10)["args"]
     found = read_trace(made.write(tmp_path / "t.json"))
     assert found.gpu.stream.tolist() == [7, -1, 3, -1, -1]
-    assert found.gpu.correlation.tolist() == [12, -1, 5, -1, -1]
+    assert found.gpu.correlation[:].tolist() == [12, -1, 5, -1, -1]
 
 
 def test_rocm(tmp_path):

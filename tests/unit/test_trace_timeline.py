@@ -13,7 +13,7 @@ from ddp_profiler.trace.gather import read_ranks
 from ddp_profiler.trace.timeline import check_target, write_timeline
 
 from .kineto import ALL_REDUCE, Recording
-from .traced_job import make_job
+from .traced_job import Call, make_job
 
 OFFSETS = {1: 11_560_000_000, 3: -70_001}
 
@@ -101,6 +101,83 @@ def test_slices_of_a_track_never_overlap(tmp_path):
         spans = sorted((b, e) for _, b, e in slices)
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
     assert sum(len(v) for (_, t), v in by_track.items() if t.startswith("AllReduce")) == 20
+
+
+@pytest.mark.parametrize("most", [10**6, 200, 90])
+def test_slices_of_a_track_never_overlap_once_it_is_thinned(most, tmp_path, monkeypatch):
+    """Waits, transfers and what is neither share a track; so do waits and transfers by kind."""
+    from ddp_profiler.trace import timeline
+
+    monkeypatch.setattr(timeline, "_LEAST_OF_RANK", 9)
+    script = [Call(), Call(), Call("Broadcast", group="1", members=(0,)), Call()]
+    job = make_job(5, script=script, steps=12, offsets=OFFSETS)
+    found, across, made, content = written(job, tmp_path, most=4 * most)
+    assert made.events <= 4 * most
+    for slices in tracks(content).values():
+        spans = sorted((b, e) for _, b, e in slices)
+        assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    exposed = tracks(content)[0, "exposed communication"]
+    if most < 10**6:
+        assert made.closed_gap_ns
+        # What was put together says how much of each it holds.
+        told = {"exposed_transfer_us": 0.0, "exposed_communication_us": 0.0, "exposed_wait_us": 0.0}
+        for event in content["traceEvents"]:
+            if event["pid"] == 0 and event["ph"] == "X" and event["tid"] == 3:
+                for name in event.get("args", {}):
+                    told[name] += event["args"][name]
+        assert told["exposed_transfer_us"]
+        assert told["exposed_wait_us"]
+        assert sum(told.values()) * 1000 <= found.ranks[0].total.exposed_comm_ns + 1
+        return
+    # What was not compared is neither waiting nor transfer, and hides none of either.
+    waiting = across.waiting_total[0]
+    lengths = defaultdict(int)
+    for name, begin, end in exposed:
+        lengths[name] += end - begin
+    assert lengths == {
+        "exposed wait": waiting.exposed_wait_ns,
+        "exposed transfer": waiting.exposed_transfer_ns,
+        "exposed communication": waiting.exposed_untold_ns,
+    }
+    assert waiting.exposed_untold_ns > 0
+
+
+def test_an_exposed_wait_ends_where_what_is_not_compared_begins(tmp_path):
+    """A wait of one collective, and all the while another one that was not compared."""
+    made = make_job(lag=lambda step, place, rank: 400_000 * (rank == 1), world=2, script=[Call()])
+    waits = [(met.begin[0], met.begin[1]) for met in made.met]
+    for begin, end in waits:
+        # Only rank 0 has them, from within the wait until after its end.
+        made.recordings[0].comm(begin + 300_000, end - begin, stream=50)
+    made.recordings[0].events = [e for e in made.recordings[0].events if "sgemm" not in e["name"]]
+    _, across, _, content = written(made, tmp_path)
+    exposed = tracks(content)[0, "exposed communication"]
+    got = [(b, e) for name, b, e in sorted(exposed, key=lambda one: one[1]) if "wait" in name]
+    assert [end - begin for begin, end in got] == [300_000] * len(waits)
+    assert across.waiting_total[0].exposed_wait_ns == 300_000 * len(waits)
+
+
+@pytest.mark.parametrize("most", [10**6, 20])
+def test_steps_do_not_overlap_whatever_their_annotations_do(most, tmp_path, monkeypatch):
+    from ddp_profiler.trace import timeline
+
+    monkeypatch.setattr(timeline, "_LEAST_OF_RANK", 20)
+    made = Recording()
+    for place in range(12):
+        made.kernel(1000 * place + 10, 20, launched=1000 * place + 1)
+        # Of two threads, each a little longer than until the next one.
+        made.step(place % 6, 1000 * place, 1300, tid=1 + place % 2)
+    _, _, _, content = written(made, tmp_path, most=most)
+    slices = tracks(content)[0, "steps"]
+    assert [slices[0][1], slices[-1][2]] == [0, 12_300]
+    assert all(before[2] <= after[1] for before, after in pairwise(slices))
+    if most > 20:
+        assert [name for name, _, _ in slices[4:8]] == [
+            "step 4",
+            "step 5",
+            "step 0 #2",
+            "step 1 #2",
+        ]
 
 
 def test_memory_and_idling(tmp_path):

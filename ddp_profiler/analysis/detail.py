@@ -1,0 +1,45 @@
+"""What a report shows of single steps, beyond the means of the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_profiler.analysis.bucket_timeline import BucketTimeline
+from ddp_profiler.analysis.heatmap import HeatMap
+from ddp_profiler.analysis.placement import largest
+from ddp_profiler.analysis.results import LevelResult
+
+MOST_LEVELS = 3
+
+
+@dataclass(frozen=True)
+class LevelDetail:
+    """Single steps of a level; bounded in size however long the run was.
+
+    Attributes:
+        level: Its id.
+        heat_map: Ranks against each other, step by step; None for a single rank.
+        timeline: A typical step; None where nothing was reduced.
+        withheld: Why waiting and transfer are not told apart; None if they are.
+    """
+
+    level: str
+    heat_map: HeatMap | None
+    timeline: BucketTimeline | None
+    withheld: str | None = None
+
+
+def levels_in_detail(levels: Sequence[LevelResult]) -> tuple[str, ...]:
+    """Returns the ids of the levels worth a look at single steps, at most 3.
+
+    The largest one with instrumented steps, and those where a straggler costs most.
+    """
+    measured = [level for level in levels if level.instrumented_step_ms is not None]
+    most = largest(measured)
+    late = sorted(
+        (level for level in measured if level.straggler and level is not most),
+        key=lambda level: -(level.straggler.recoverable_ms if level.straggler else 0.0),
+    )
+    chosen = ([most] if most else []) + late
+    return tuple(level.id for level in chosen[:MOST_LEVELS])
