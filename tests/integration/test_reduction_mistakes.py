@@ -91,7 +91,8 @@ def test_a_planted_mistake_is_found(runs, case):
 def test_without_it_there_is_no_finding(runs, case):
     assert serious(runs[case]) == []
     ids = {f["id"] for f in runs[case]["findings"]}
-    assert ids - OF_THE_MACHINE <= {"limit"}
+    # Neither is about a mistake: the largest part, and the gradient noise scale.
+    assert ids - OF_THE_MACHINE <= {"limit", "noise-scale"}
     assert runs[case]["levels"][0]["batch_check"]["ranks_agree"] is True
 
 

@@ -67,6 +67,7 @@ def run_rank(argv):
         traceback.print_exc()
         code = 1
     finally:
+        gc.disable()
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
@@ -165,8 +166,9 @@ def run_job(ranks, argv, cwd, env, out, err, timeout):
 
 
 if __name__ == "__main__":
+    # Not frozen: with nothing counted as old, ranks would collect all of it again and again, and a
+    # DDP that goes then may wait for gloo's threads while these wait for the interpreter lock.
     gc.collect()
-    gc.freeze()
     # What jobs print goes to their files; the answers keep the pipe.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
