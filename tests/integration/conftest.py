@@ -6,15 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ALWAYS_TORCHRUN = bool(os.environ.get("DDP_PROFILER_TORCHRUN"))
-"""Every launch is torchrun's own: it must make no difference, only take longer."""
 
 
 @dataclass
@@ -71,63 +68,9 @@ def torchrun(ranks, *argv, **keywords):
     return run_command([*start, *argv], **keywords)
 
 
-class WarmLauncher:
-    """Launches as torchrun does, without importing torch each time: see warm.py."""
-
-    def __init__(self):
-        self._server = None
-
-    def __call__(self, ranks, *argv, cwd=None, env=None, timeout=170):
-        if ALWAYS_TORCHRUN:
-            return torchrun(ranks, *argv, cwd=cwd, env=env, timeout=timeout)
-        if self._server is None:
-            self._server = self._start()
-        with tempfile.TemporaryDirectory() as folder:
-            out, err = (Path(folder) / name for name in ("out", "err"))
-            job = {
-                "ranks": ranks,
-                "argv": [*map(str, argv)],
-                "cwd": str(cwd or ROOT),
-                "env": env or {},
-                "out": str(out),
-                "err": str(err),
-                "timeout": timeout,
-            }
-            self._server.stdin.write(json.dumps(job) + "\n")
-            self._server.stdin.flush()
-            answer = self._server.stdout.readline()
-            assert answer, "warm.py has ended"
-            code = json.loads(answer)
-            said = [path.read_text() for path in (out, err)]
-        if code is None:
-            raise subprocess.TimeoutExpired([*map(str, argv)], timeout, *said)
-        return Finished(code, *said)
-
-    def _start(self):
-        pipe = subprocess.PIPE
-        argv = [sys.executable, str(ROOT / "tests" / "integration" / "warm.py")]
-        # OpenMP reads it once, when torch is imported; torchrun sets it for several ranks.
-        env = environment({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")})
-        return subprocess.Popen(argv, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
-
-    def close(self):
-        if self._server is not None:
-            self._server.stdin.close()
-            self._server.wait(60)
-
-
-_warm = WarmLauncher()
-
-
-def launch(ranks, *argv, **keywords):
-    """Runs ``python ARGV`` on each rank, from a process that has imported torch already."""
-    return _warm(ranks, *argv, **keywords)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _end_of_launcher():
-    yield
-    _warm.close()
+# The real one, also where it takes a rank seconds to import torch: ranks that were forked from a
+# process that had torch loaded hung now and then where a DDP was freed.
+launch = torchrun
 
 
 OF_THE_MACHINE = frozenset(
