@@ -62,7 +62,7 @@ def test_rank_0_has_the_files_of_all_and_node_1_keeps_its_own(collected):
         assert copy.read_bytes() == kept.read_bytes()
         assert reader.read_rank(second, rank).complete
     assert {path.name for path in first.iterdir()} == {
-        *("run.json", "summary.json", "plots"),
+        *("run.json", "summary.json", "report.html", "plots"),
         *(f"rank-{rank:05d}.arrows" for rank in range(4)),
     }
 
