@@ -67,8 +67,11 @@ def test_output_fits_80_columns_and_has_no_escapes(four_ranks):
     report = four_ranks.folder / "report.html"
     assert four_ranks.out.rstrip().endswith(f"Report: {report}")
     page = Page(report.read_text())
-    about = "split scaling waterfall ranks timeline allreduce batch prediction overhead settings"
+    about = "split scaling waterfall ranks timeline allreduce batch overhead settings"
     assert [name for name in about.split() if not page.tables[name]] == []
+    # More ranks than a node has cross a network of which this run shows nothing.
+    assert page.tables["prediction"] == []
+    assert "nothing of the network between nodes" in report.read_text()
 
 
 def test_a_run_folder_can_be_compared(four_ranks):
