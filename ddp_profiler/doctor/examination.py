@@ -175,9 +175,10 @@ def count_ranks(
     """
     if asked is not None:
         return asked, "--ranks"
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+    # One task of Slurm on a node is mostly a torchrun, which starts more ranks.
+    for name, least in (("LOCAL_WORLD_SIZE", 1), ("SLURM_NTASKS_PER_NODE", 2)):
         text = environ.get(name, "")
-        if text.isdecimal() and int(text) > 0:
+        if text.isdecimal() and int(text) >= least:
             return int(text), name
     if gpu_count:
         return gpu_count, "GPUs"

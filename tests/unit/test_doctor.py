@@ -1068,6 +1068,9 @@ def test_ranks_and_nodes():
     assert ranks({}, asked=5, gpus=2) == (5, "--ranks")
     assert ranks({"LOCAL_WORLD_SIZE": "4"}, gpus=2) == (4, "LOCAL_WORLD_SIZE")
     assert ranks({"SLURM_NTASKS_PER_NODE": "3(x2)"}, gpus=2) == (2, "GPUs")
+    assert ranks({"SLURM_NTASKS_PER_NODE": "4"}, gpus=2) == (4, "SLURM_NTASKS_PER_NODE")
+    # As launch/slurm.sbatch starts torchrun.
+    assert ranks({"SLURM_NTASKS_PER_NODE": "1"}, gpus=2) == (2, "GPUs")
     assert ranks({}) == (2, "no GPU")
     assert ranks({}, cores=replace(CORES, allowed=(0,))) == (1, "one core")
     assert ranks({}, cores=None) == (2, "no GPU")
