@@ -15,6 +15,7 @@ import psutil
 
 from ddp_profiler import units
 from ddp_profiler.doctor.verdict import Verdict, error, not_applicable, ok, warning
+from ddp_profiler.measure.cgroups import own_groups
 from ddp_profiler.measure.machine import compact
 
 CLOCK_DOCS = "https://docs.kernel.org/timers/timekeeping.html"
@@ -140,28 +141,10 @@ def read_quota(root: Path = Path("/")) -> float | None:
     (-1 for none) and ``cpu.cfs_period_us``. A limit of a group around this one holds too.
     """
     try:
-        lines = (root / "proc/self/cgroup").read_text(errors="replace").splitlines()
+        quotas = [_quota_of(folder) for folder, _ in own_groups("cpu", root)]
     except OSError:
         return None
-    quotas = []
-    mounts = root / "sys/fs/cgroup"
-    for line in lines:
-        fields = line.split(":", 2)
-        if len(fields) != 3:
-            continue
-        _, controllers, path = fields
-        if not controllers:
-            trees = [mounts, mounts / "unified"]
-        elif "cpu" in controllers.split(","):
-            trees = [mounts / controllers, mounts / "cpu"]
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for tree in trees:
-            for depth in range(len(parts), -1, -1):
-                quota = _quota_of(tree.joinpath(*parts[:depth]))
-                quotas += [] if quota is None else [quota]
-    return min(quotas, default=None)
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _quota_of(folder: Path) -> float | None:

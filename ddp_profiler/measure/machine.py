@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from ddp_profiler.measure.cgroups import own_groups
 from ddp_profiler.measure.nvidia import NvidiaGpu
 from ddp_profiler.schema import MachineUse
 
@@ -280,28 +281,10 @@ def _read_ticks(root: Path, cores: frozenset[int]) -> _Ticks | None:
 
 
 def _limit_files(root: Path) -> tuple[Path, ...]:
-    """Returns ``cpu.stat`` of this process's cgroup and of those around it, where they limit.
-
-    Version 2 (``0::/path``) and version 1 (``4:cpu,cpuacct:/path``) are read. In a container
-    the path may be the host's and not exist inside: its own cgroup is then the mounted root.
-    """
-    files: dict[Path, None] = {}
-    mounts = root / "sys/fs/cgroup"
-    for line in (root / "proc/self/cgroup").read_text(errors="replace").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            trees = [mounts, mounts / "unified"]
-        elif "cpu" in controllers.split(","):
-            trees = [mounts / controllers, mounts / "cpu"]
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for tree in trees:
-            for depth in range(len(parts), -1, -1):
-                file = tree.joinpath(*parts[:depth], "cpu.stat")
-                if _attempt(_read_limit, file) is not None:
-                    files[file] = None
-    return tuple(files)
+    """Returns ``cpu.stat`` of this process's cgroup and of those around it, where they limit."""
+    files = (folder / "cpu.stat" for folder, _ in own_groups("cpu", root))
+    # Trees of version 1 may be mounted under two names.
+    return tuple(dict.fromkeys(f for f in files if _attempt(_read_limit, f) is not None))
 
 
 def _read_limit(path: Path) -> _Limit | None:

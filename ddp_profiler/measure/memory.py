@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from ddp_profiler.measure.cgroups import own_groups
+
 _SHARE_OF_AVAILABLE = 0.7
 """Of the memory that a host has to spare: others need some, and peaks are read afterwards."""
 _ALLOCATOR_SLACK_BYTES = 128 * 2**20
@@ -200,6 +202,13 @@ def allowance(device: torch.device, local_ranks: int, stated_gb: float | None) -
     return Allowance(free + torch.cuda.memory_reserved(device), "memory of the GPU", soft=False)
 
 
+_LIMIT_AND_USED = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: ("memory.max", "memory.current"),
+}
+"""Files of a cgroup, by its version."""
+
+
 def available_bytes(root: Path = Path("/")) -> int:
     """Returns the memory that can still be used on this host, in bytes.
 
@@ -207,23 +216,10 @@ def available_bytes(root: Path = Path("/")) -> int:
     cached files that the kernel can take back counts as free.
     """
     found = [int(psutil.virtual_memory().available)]
-    with contextlib.suppress(OSError, ValueError):
-        for line in (root / "proc/self/cgroup").read_text(errors="replace").splitlines():
-            _, controllers, path = line.split(":", 2)
-            mounts = root / "sys/fs/cgroup"
-            if not controllers:
-                names, trees = ("memory.max", "memory.current"), [mounts, mounts / "unified"]
-            elif "memory" in controllers.split(","):
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-                trees = [mounts / "memory"]
-            else:
-                continue
-            # In a container the path may be the host's: its own cgroup is then the mounted root.
-            parts = [part for part in path.split("/") if part not in ("", "..")]
-            for tree in trees:
-                for depth in range(len(parts), -1, -1):
-                    left = _left_in(tree.joinpath(*parts[:depth]), *names)
-                    found += [] if left is None else [left]
+    with contextlib.suppress(OSError):
+        for folder, version in own_groups("memory", root):
+            left = _left_in(folder, *_LIMIT_AND_USED[version])
+            found += [] if left is None else [left]
     return max(0, min(found))
 
 
