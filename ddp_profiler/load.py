@@ -14,6 +14,7 @@ from ddp_profiler.analysis.summary import summarize_in_detail, summarize_run
 from ddp_profiler.errors import InputError
 from ddp_profiler.predict.findings import with_gains
 from ddp_profiler.predict.outlook import Outlook, look_ahead
+from ddp_profiler.predict.prediction import predictor_of
 from ddp_profiler.record import paths, reader
 from ddp_profiler.schema import RunInfo
 
@@ -39,7 +40,9 @@ def load_summary(folder: Path) -> Summary:
     Raises:
         InputError: The folder holds no readable run, or files of another run.
     """
-    return with_gains(summarize_run(*_read(folder)))
+    summary = summarize_run(*_read(folder))
+    predictor, _ = predictor_of(summary)
+    return with_gains(summary, predictor)
 
 
 def load_report(folder: Path) -> Loaded:
@@ -49,8 +52,8 @@ def load_report(folder: Path) -> Loaded:
         InputError: The folder holds no readable run, or files of another run.
     """
     summary, details = summarize_in_detail(*_read(folder))
-    summary = with_gains(summary)
-    return Loaded(summary, details, look_ahead(summary))
+    predictor, why_not = predictor_of(summary)
+    return Loaded(with_gains(summary, predictor), details, look_ahead(predictor, why_not))
 
 
 def _read(folder: Path) -> tuple[RunInfo, Mapping[int, Columns], list[int]]:

@@ -137,7 +137,7 @@ class Evidence:
         return min(
             self.levels,
             key=lambda lv: (
-                abs(math.log2(_per_node(lv) / target.per_node)),
+                abs(math.log2(per_node(lv) / target.per_node)),
                 abs(math.log2(lv.dp / target.dp)),
                 abs(math.log2(lv.accumulation / target.accumulation)),
             ),
@@ -167,7 +167,7 @@ class Evidence:
 
     def slower(self, target: Target) -> float:
         """Returns by how much compute slows down against the base level for want of cores."""
-        return self.crowding(target.per_node) / self.crowding(_per_node(self.base(target)))
+        return self.crowding(target.per_node) / self.crowding(per_node(self.base(target)))
 
     # ------------------------------------------------------------------------------------------
     # The ingredients of a step
@@ -180,6 +180,7 @@ class Evidence:
         own, late_backward = self._own(base, target)
         buckets = self.buckets(target)
         contention, unseen = self._contention_per_byte(target)
+        filling, more = self._filling(target), self._more_buckets(target, buckets)
         return Ingredients(
             dp=target.dp,
             micro_steps=target.accumulation,
@@ -188,8 +189,8 @@ class Evidence:
             late_backward=late_backward,
             buckets=buckets,
             copy=tuple(self._copying(target, buckets)),
-            fill=self._filling(target) + self._more_buckets(target, buckets),
-            fill_error=abs(self._more_buckets(target, buckets)),
+            fill=filling + more,
+            fill_error=abs(more),
             contention_per_byte=contention,
             contention_unseen=unseen,
             wait=self._wait(target),
@@ -215,29 +216,31 @@ class Evidence:
         if known and cap is not None and (changed or self.packs_as_measured):
             packed = pack([gradient.bytes for gradient in known], ready, cap * _MB)
         else:
-            packed = self._measured_buckets()
+            packed = self._spread_evenly()
         wanted = target.request.gradient_dtype
         share = 1.0 if wanted is None else GRADIENT_BYTES[wanted] / self.element_bytes
         return tuple(Bucket(round(b.nbytes * share), b.ready_ms) for b in packed)
 
     @property
+    def measured_buckets(self) -> tuple[int, ...]:
+        """Bytes of the buckets that were measured, in the order of reduction; empty if unknown."""
+        allreduce = self.largest.allreduce
+        return tuple(bucket.bytes for bucket in allreduce.buckets) if allreduce else ()
+
+    @property
     def packs_as_measured(self) -> bool:
         """Whether DDP's usual rule gives the buckets that were measured."""
-        level = self.largest
-        known = [g for g in level.gradient_ready if g.ready_ms is not None]
-        measured = [b.bytes for b in level.allreduce.buckets] if level.allreduce else []
+        known = [g for g in self.largest.gradient_ready if g.ready_ms is not None]
+        measured = self.measured_buckets
         if not known or self.cap_mb is None or not measured:
             return False
         sizes = [gradient.bytes for gradient in known]
         packed = pack(sizes, [g.ready_ms or 0.0 for g in known], self.cap_mb * _MB)
         return sorted(b.nbytes for b in packed) == sorted(measured)
 
-    def _measured_buckets(self) -> tuple[Bucket, ...]:
+    def _spread_evenly(self) -> tuple[Bucket, ...]:
         """Returns the buckets that were measured, spread evenly over backward."""
-        level = self.largest
-        sizes = [b.bytes for b in level.allreduce.buckets] if level.allreduce else []
-        if not sizes:
-            sizes = [level.comm.gradient_bytes or 0]
+        sizes = self.measured_buckets or (self.largest.comm.gradient_bytes or 0,)
         total, done, found = sum(sizes) or 1, 0, []
         for nbytes in sizes:
             done += nbytes
@@ -323,11 +326,11 @@ class Evidence:
         alone = 0.0
         if self.single is not None:
             costs = _costs(self.single)
-            alone = max(0.0, costs.sync_backward / max(1.0, costs.syncs))
+            alone = max(0.0, costs.sync_backward / _reductions(costs))
         if target.dp < 2 or self._hides_enough(self.nearest(target)):
             return alone
         costs = _costs(self.nearest(target))
-        return max(alone, costs.sync_backward / max(1.0, costs.syncs))
+        return max(alone, costs.sync_backward / _reductions(costs))
 
     @staticmethod
     def _hides_enough(level: LevelResult) -> bool:
@@ -340,8 +343,7 @@ class Evidence:
         Each bucket costs the thread that hands it over. How much of filling is by bucket and how
         much by byte one packing cannot tell: half is taken, 0.1 ms a bucket at most.
         """
-        level = self.largest if self.together else None
-        measured = len(level.allreduce.buckets) if level and level.allreduce else 0
+        measured = len(self.measured_buckets)
         if not measured or target.dp < 2:
             return 0.0
         each = min(self._filling(target) / measured, _MOST_PER_BUCKET_MS)
@@ -364,8 +366,8 @@ class Evidence:
             uses = [rank.machine for rank in level.ranks if rank.machine is not None]
             busy = [use.busy_fraction for use in uses if use.busy_fraction is not None]
             return (float(np.mean(busy)) if busy else 0.0) * _MOST_CONTENTION_MS / 2, True
-        slower = costs.sync_backward / max(1.0, costs.syncs) - self._filling(target)
-        travelling = comm.gradient_bytes / max(1.0, costs.syncs) * 2 * (level.dp - 1) / level.dp
+        slower = costs.sync_backward / _reductions(costs) - self._filling(target)
+        travelling = comm.gradient_bytes / _reductions(costs) * 2 * (level.dp - 1) / level.dp
         return max(0.0, slower) / (travelling * comm.overlap_fraction), False
 
     def _copying(self, target: Target, buckets: Sequence[Bucket]) -> list[float]:
@@ -375,10 +377,10 @@ class Evidence:
         total = sum(bucket.nbytes for bucket in buckets) or 1
         if self.single is not None:
             costs = _costs(self.single)
-            all_of_it = costs.exposed_copy / max(1.0, costs.syncs)
+            all_of_it = costs.exposed_copy / _reductions(costs)
             return [all_of_it * bucket.nbytes / total for bucket in buckets]
         costs = _costs(self.nearest(target))
-        return [0.0] * (len(buckets) - 1) + [costs.exposed_copy / max(1.0, costs.syncs)]
+        return [0.0] * (len(buckets) - 1) + [costs.exposed_copy / _reductions(costs)]
 
     def _wait(self, target: Target) -> float:
         """Returns what a rank waits for the last one at a reduction, in ms."""
@@ -387,10 +389,10 @@ class Evidence:
         level = self._late_source()
         if level is None or level.lateness is None:
             costs = _costs(self.nearest(target))
-            return (costs.exposed_wait or 0.0) / max(1.0, costs.syncs)
+            return (costs.exposed_wait or 0.0) / _reductions(costs)
         # What is late in every micro-step adds up until ranks meet; what passes, by its root.
         syncs = _costs(level).syncs
-        there = level.accumulation / max(1.0, syncs)
+        there = level.accumulation / _reductions(_costs(level))
         here = 1.0 if syncs > 1 and not target.request.reduce_once else target.accumulation
         longer = here / there
         return expected_wait_ms(
@@ -428,5 +430,11 @@ def _costs(level: LevelResult) -> StepCosts:
     return level.costs_ms
 
 
-def _per_node(level: LevelResult) -> int:
+def _reductions(costs: StepCosts) -> float:
+    """Returns how often a step reduces, once at least."""
+    return max(1.0, costs.syncs)
+
+
+def per_node(level: LevelResult) -> int:
+    """Returns the ranks on a full node of a level."""
     return -(-level.dp // level.nodes)

@@ -13,18 +13,17 @@ from ddp_profiler.predict.proposals import Proposal, propose
 _SHOWN = 3
 
 
-def with_gains(summary: Summary) -> Summary:
+def with_gains(summary: Summary, predictor: Predictor | None) -> Summary:
     """Returns the summary with a finding for each change that is predicted to gain.
-
-    Of a run that carries no prediction, as that of a script, the summary itself.
 
     Args:
         summary: A run's.
+        predictor: Made of it; None of a run that carries no prediction, as that of a script.
     """
-    if not any(level.dp > 1 and level.costs_ms for level in summary.levels):
+    if predictor is None:
         return summary
     try:
-        found = propose(Predictor.of(summary))
+        found = propose(predictor)
     except DdpProfilerError:
         return summary
     known = {finding.id for finding in summary.findings}

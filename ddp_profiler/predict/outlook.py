@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddp_profiler.analysis.results import Summary
 from ddp_profiler.errors import DdpProfilerError
 from ddp_profiler.predict.prediction import Predictor
 from ddp_profiler.predict.request import Request
@@ -30,14 +29,16 @@ class Outlook:
     why_not: str | None
 
 
-def look_ahead(summary: Summary) -> Outlook:
+def look_ahead(predictor: Predictor | None, why_not: str) -> Outlook:
     """Predicts dp times 2, 4 and 8 of a study.
 
     Args:
-        summary: A run's.
+        predictor: Made of a run; None where it carries no prediction.
+        why_not: Why then.
     """
+    if predictor is None:
+        return Outlook((), (), None, why_not)
     try:
-        predictor = Predictor.of(summary)
         largest = predictor.evidence.largest.dp
         found = tuple(predictor.predict(Request(largest * 2**k)) for k in range(1, _DOUBLINGS + 1))
         tests = predictor.back_test()

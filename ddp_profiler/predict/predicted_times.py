@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddp_profiler.analysis.results import Summary
 from ddp_profiler.batch import Batch
 from ddp_profiler.errors import DdpProfilerError
-from ddp_profiler.predict.prediction import Predictor
+from ddp_profiler.predict.prediction import predictor_of
 from ddp_profiler.predict.request import Request
 from ddp_profiler.predict.step_time import StepTime, StepTimes, unknown
 
@@ -18,9 +18,8 @@ def predicted(summary: Summary) -> StepTimes:
     It knows batches with the micro-batch of the study only. Of a run that carries no
     prediction, as that of a script, it knows nothing.
     """
-    try:
-        predictor = Predictor.of(summary)
-    except DdpProfilerError:
+    predictor, _ = predictor_of(summary)
+    if predictor is None:
         return unknown
     micro_batch = predictor.evidence.largest.micro_batch
 

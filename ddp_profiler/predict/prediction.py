@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,8 +12,9 @@ from scipy.optimize import brentq
 
 from ddp_profiler import units
 from ddp_profiler.analysis.results import LevelResult, Summary
-from ddp_profiler.errors import InputError, UsageError
-from ddp_profiler.predict.evidence import Evidence, Target, communicates
+from ddp_profiler.errors import DdpProfilerError, InputError, UsageError
+from ddp_profiler.predict.buckets import Bucket
+from ddp_profiler.predict.evidence import Evidence, Target, communicates, per_node
 from ddp_profiler.predict.network import Curve, NetworkModel
 from ddp_profiler.predict.request import Request
 from ddp_profiler.predict.results import BackTest, BackTests, Naive, Prediction, StepInterval
@@ -113,8 +115,8 @@ class Predictor:
         target, notes = self._target(request)
         model, more = self._network_for(target)
         notes += more
-        notes += self._notes(target, model)
         given = self.evidence.ingredients(target)
+        notes += self._notes(target, model, given.buckets)
         in_training = math.log(self._in_training(target))
         exact = replay_step(given, model, Scatter(network=in_training))
         steps = np.array(
@@ -176,7 +178,7 @@ class Predictor:
             request = Request(
                 level.dp,
                 accumulation=level.accumulation,
-                ranks_per_node=-(-level.dp // level.nodes),
+                ranks_per_node=per_node(level),
             )
             found = others.predict(request).step_ms
             measured = level.step_ms.mean
@@ -218,8 +220,8 @@ class Predictor:
                 f"{most}: nothing in this run carries that.",
                 "Measure more ranks first.",
             )
-        per_node = min(request.dp, request.ranks_per_node or self.evidence.ranks_per_node)
-        nodes = -(-request.dp // per_node)
+        fullest = min(request.dp, request.ranks_per_node or self.evidence.ranks_per_node)
+        nodes = -(-request.dp // fullest)
         if request.dp > most:
             notes.append(f"More ranks than were measured; the most were {most}.")
         accumulation = request.accumulation or largest.accumulation
@@ -227,7 +229,7 @@ class Predictor:
         ranks = tuple(range(request.dp))
         if known:
             ranks = tuple(rank.rank for rank in known[0].ranks) or ranks
-        return Target(request.dp, nodes, per_node, accumulation, ranks, request), notes
+        return Target(request.dp, nodes, fullest, accumulation, ranks, request), notes
 
     def _network_for(self, target: Target) -> tuple[NetworkModel | None, list[str]]:
         """Returns what reduces the target's gradients, with notes of what is assumed."""
@@ -309,14 +311,15 @@ class Predictor:
             None,
         )
 
-    def _notes(self, target: Target, model: NetworkModel | None) -> list[str]:
+    def _notes(
+        self, target: Target, model: NetworkModel | None, buckets: Sequence[Bucket]
+    ) -> list[str]:
         """Says in what way a target goes beyond what was measured."""
         notes = []
         most = max(level.accumulation for level in self.evidence.levels)
         if target.accumulation > _FAR * most:
             notes.append(f"More micro-steps than were measured; the most were {most}.")
         if model is not None and model.sizes != (0, 0):
-            buckets = self.evidence.buckets(target)
             low, high = min(b.nbytes for b in buckets), max(b.nbytes for b in buckets)
             if low < model.sizes[0] or high > model.sizes[1]:
                 notes.append(
@@ -324,8 +327,7 @@ class Predictor:
                     f"{units.nbytes(model.sizes[0])} to {units.nbytes(model.sizes[1])} were "
                     "measured."
                 )
-            measured = self.evidence.largest.allreduce
-            there = len(measured.buckets) if measured else 0
+            there = len(self.evidence.measured_buckets)
             if there and len(buckets) > _FAR * there:
                 notes.append(
                     f"{len(buckets)} buckets, and {there} when measured: what each costs beside "
@@ -388,7 +390,7 @@ class Predictor:
             Target(
                 level.dp,
                 level.nodes,
-                -(-level.dp // level.nodes),
+                per_node(level),
                 level.accumulation,
                 tuple(rank.rank for rank in level.ranks),
                 Request(level.dp),
@@ -443,3 +445,11 @@ class Predictor:
             )
             for z, u, v in zip(normal.tolist(), pick.tolist(), unseen.tolist(), strict=True)
         ]
+
+
+def predictor_of(summary: Summary) -> tuple[Predictor | None, str]:
+    """Returns a run's predictor, or None and why the run carries no prediction."""
+    try:
+        return Predictor.of(summary), ""
+    except DdpProfilerError as error:
+        return None, error.message

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ddp_profiler.predict.evidence import per_node
 from ddp_profiler.predict.prediction import Predictor
 from ddp_profiler.predict.request import Request
 
@@ -80,7 +81,7 @@ def propose(predictor: Predictor) -> tuple[Proposal, ...]:
     A gain counts if it is at least 2 % of the step, and its 90 % interval lies above 0.
     """
     level = predictor.evidence.largest
-    now = Request(level.dp, level.accumulation, ranks_per_node=-(-level.dp // level.nodes))
+    now = Request(level.dp, level.accumulation, ranks_per_node=per_node(level))
     before = predictor.draw(now)
     best: dict[str, Proposal] = {}
     random = np.random.default_rng(_SEED)

@@ -11,6 +11,7 @@ from ddp_profiler.analysis.stragglers import Straggler
 from ddp_profiler.analysis.summary import summarize_in_detail
 from ddp_profiler.load import Loaded
 from ddp_profiler.predict.outlook import look_ahead
+from ddp_profiler.predict.prediction import predictor_of
 from ddp_profiler.schema import (
     SCHEMA_VERSION,
     LevelFacts,
@@ -82,7 +83,7 @@ def script(dp=4, late_rank=2, late_ms=10.0, *, steps=20, buckets=2, **changes):
         for rank in range(dp)
     }
     summary, details = summarize_in_detail(run_info(dp, buckets=buckets, **changes), columns)
-    return Loaded(summary, details, look_ahead(summary))
+    return Loaded(summary, details, look_ahead(*predictor_of(summary)))
 
 
 def apart(dp):
@@ -145,7 +146,7 @@ def study(dps=(1, 2, 4, 8), late=None):
     )
     # Single steps of the largest level are made from spans.
     detail = replace(script(dps[-1], 2).details[0], level=levels[-1].id)
-    return Loaded(summary, (detail,), look_ahead(summary))
+    return Loaded(summary, (detail,), look_ahead(*predictor_of(summary)))
 
 
 def hostile():

@@ -8,7 +8,7 @@ from ddp_profiler.batch import Batch
 from ddp_profiler.errors import InputError, UsageError
 from ddp_profiler.predict.findings import with_gains
 from ddp_profiler.predict.predicted_times import predicted
-from ddp_profiler.predict.prediction import Predictor
+from ddp_profiler.predict.prediction import Predictor, predictor_of
 from ddp_profiler.predict.proposals import best_to_confirm, propose
 from ddp_profiler.predict.request import Request
 from ddp_profiler.schema import MachineUse
@@ -264,13 +264,14 @@ def test_where_nothing_gains_nothing_is_proposed():
 
 
 def test_gains_are_findings():
-    found = with_gains(summary(level(1, cap_mb=100), level(2, cap_mb=100), cap_mb=100.0))
+    study = summary(level(1, cap_mb=100), level(2, cap_mb=100), cap_mb=100.0)
+    found = with_gains(study, Predictor.of(study))
     gains = [finding for finding in found.findings if finding.id == "expected-gain"]
     assert 1 <= len(gains) <= 3
     assert all(finding.severity == "info" for finding in gains)
     assert all(finding.expected_gain_ms > 0 for finding in gains)
     alone = summary(level(1))
-    assert with_gains(alone) == alone
+    assert with_gains(alone, predictor_of(alone)[0]) == alone
 
 
 # ----------------------------------------------------------------------------------------------
