@@ -18,6 +18,7 @@ from typing import Any
 
 from accuracy_cases import CAUSES, ROOT, Experiment, Row, lab_tool
 from accuracy_predictions import PREDICTIONS
+from benchkit import kept_figures
 
 EXPERIMENTS: tuple[Experiment, ...] = (*CAUSES, *PREDICTIONS)
 
@@ -208,14 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"--only: there is no experiment {', '.join(sorted(unknown))}")
     source = options.read or options.json
-    kept: dict[str, Any] | None = None
-    if source is not None and (source.exists() or options.read):
-        try:
-            kept = json.loads(source.read_text())
-        except (OSError, ValueError) as error:
-            parser.error(f"{source}: {error}")
-        if not isinstance(kept, dict) or kept.get("format_version") != FORMAT_VERSION:
-            parser.error(f"{source}: no file of this benchmark, format {FORMAT_VERSION}")
+    kept = kept_figures(parser, options, FORMAT_VERSION)
     if kept is None:
         kept = {
             "format_version": FORMAT_VERSION,

@@ -192,3 +192,27 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def kept_figures(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, format_version: int
+) -> dict[str, Any] | None:
+    """Returns what an earlier run kept, by ``--read`` or ``--json``; None where there is nothing.
+
+    Ends the program with a line about what is wrong with the file.
+
+    Args:
+        parser: Of the command line.
+        options: Its ``read`` and ``json``.
+        format_version: That the file must have.
+    """
+    source: Path | None = options.read or options.json
+    if source is None or not (options.read or source.exists()):
+        return None
+    try:
+        kept = json.loads(source.read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"{source}: {error}")
+    if not isinstance(kept, dict) or kept.get("format_version") != format_version:
+        parser.error(f"{source}: no file of this benchmark, format {format_version}")
+    return kept

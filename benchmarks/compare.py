@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchkit import head, launch
+from benchkit import head, kept_figures, launch
 
 FORMAT_VERSION = 1
 """Of the JSON file. 1: first format."""
@@ -241,15 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    kept: dict[str, Any] | None = None
-    source = options.read or options.json
-    if source is not None and (options.read or source.exists()):
-        try:
-            kept = json.loads(source.read_text())
-        except (OSError, ValueError) as error:
-            parser.error(f"{source}: {error}")
-        if not isinstance(kept, dict) or kept.get("format_version") != FORMAT_VERSION:
-            parser.error(f"{source}: no file of this benchmark, format {FORMAT_VERSION}")
+    kept = kept_figures(parser, options, FORMAT_VERSION)
     if kept is None:
         from importlib.metadata import version
 

@@ -32,6 +32,7 @@ from ddp_profiler.measure.scripts.default_group import find_place
 from ddp_profiler.observe.observation import Observation, failure_of
 from ddp_profiler.record import paths
 from ddp_profiler.report import console
+from ddp_profiler.report.text import for_encoding
 
 NAME = "ddp_profiler"
 
@@ -159,7 +160,7 @@ class Profiling:
             self._summary, text = conclude(folder, color=stream is not None and stream.isatty())
             if stream is not None:
                 encoding = getattr(stream, "encoding", None)
-                stream.write(console.for_encoding(text, encoding))
+                stream.write(for_encoding(text, encoding))
                 stream.flush()
             check_expectation(self._summary)
         except Exception as error:

@@ -518,13 +518,13 @@ def _conclude(folder: Path, debug: bool) -> int:
     The run is measured and kept whatever happens here.
     """
     from ddp_profiler.conclusion import check_expectation, conclude
-    from ddp_profiler.report import console
+    from ddp_profiler.report.text import for_encoding
 
     again = f"The measurements are kept; try: ddp-profiler analyze {folder}"
     try:
         color = sys.stdout is not None and sys.stdout.isatty()
         summary, text = conclude(folder, color=color)
-        write_out(console.for_encoding(text, getattr(sys.stdout, "encoding", None)))
+        write_out(for_encoding(text, getattr(sys.stdout, "encoding", None)))
         check_expectation(summary)
     except DdpProfilerError as error:
         return _complain(error, speaks=True)

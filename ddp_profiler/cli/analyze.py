@@ -30,6 +30,7 @@ def command(run: Path, as_json: bool) -> None:
 
     from ddp_profiler.load import load_summary
     from ddp_profiler.report import console
+    from ddp_profiler.report.text import for_encoding
 
     summary = load_summary(run)
     # None where stdout is closed, as write_out then says.
@@ -39,4 +40,4 @@ def command(run: Path, as_json: bool) -> None:
         write_out(ascii_json(text, encoding) + "\n")
     else:
         color = sys.stdout is not None and sys.stdout.isatty()
-        write_out(console.for_encoding(console.render(summary, color=color), encoding))
+        write_out(for_encoding(console.render(summary, color=color), encoding))

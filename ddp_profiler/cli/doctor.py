@@ -61,7 +61,7 @@ def command(ranks: int | None, nodes: int | None, out: Path, as_json: bool) -> i
     """  # noqa: D301 (click needs the character itself)
     # Here, so that --help does not load what the examination needs.
     from ddp_profiler.doctor import examination, text
-    from ddp_profiler.report import console
+    from ddp_profiler.report.text import for_encoding
 
     found = examination.examine(examination.readers(out), ranks, nodes)
     # None where stdout is closed, as write_out then says.
@@ -71,5 +71,5 @@ def command(ranks: int | None, nodes: int | None, out: Path, as_json: bool) -> i
         write_out(ascii_json(document, encoding) + "\n")
     else:
         color = sys.stdout is not None and sys.stdout.isatty()
-        write_out(console.for_encoding(text.render(found, color=color), encoding))
+        write_out(for_encoding(text.render(found, color=color), encoding))
     return EXIT_DONE if found.can_run else EXIT_CHECK_FAILED

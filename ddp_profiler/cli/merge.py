@@ -39,7 +39,7 @@ def command(folders: tuple[Path, ...], out: Path) -> None:
     """  # noqa: D301 (click needs the character itself)
     # Here, so that --help does not load what reading a run needs.
     from ddp_profiler.record import parts
-    from ddp_profiler.report import console
+    from ddp_profiler.report.text import for_encoding
 
     merged = parts.merge(folders, out)
     lines = [f"Run {merged.info.run_id}, {merged.info.status}"]
@@ -49,4 +49,4 @@ def command(folders: tuple[Path, ...], out: Path) -> None:
         lines.append(f"  missing: {units.ranks(merged.missing)}")
     lines.append(f"Run folder: {out}")
     text = "\n".join(units.printable(line) for line in lines) + "\n"
-    write_out(console.for_encoding(text, getattr(sys.stdout, "encoding", None)))
+    write_out(for_encoding(text, getattr(sys.stdout, "encoding", None)))

@@ -99,8 +99,8 @@ def command(step_ms: float | None, run: Path | None, as_json: bool, **options: A
     import msgspec
 
     from ddp_profiler.predict.plan import PlanRequest, knowledge_of, make_plan
-    from ddp_profiler.report import console
     from ddp_profiler.report import plan as report
+    from ddp_profiler.report.text import for_encoding
 
     if step_ms is not None and run is not None:
         raise UsageError(
@@ -122,4 +122,4 @@ def command(step_ms: float | None, run: Path | None, as_json: bool, **options: A
         write_out(ascii_json(text, encoding) + "\n")
         return
     color = sys.stdout is not None and sys.stdout.isatty()
-    write_out(console.for_encoding(report.render(plan, color=color), encoding))
+    write_out(for_encoding(report.render(plan, color=color), encoding))

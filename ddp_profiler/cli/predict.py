@@ -59,7 +59,8 @@ def command(
     from ddp_profiler.load import load_summary
     from ddp_profiler.predict.prediction import Predictor
     from ddp_profiler.predict.request import Request
-    from ddp_profiler.report import console, predictions
+    from ddp_profiler.report import predictions
+    from ddp_profiler.report.text import for_encoding
 
     requests = [
         Request(
@@ -88,4 +89,4 @@ def command(
     text = predictions.render(
         predictor.evidence.summary.run.run_id, found, tests, networks, color=color
     )
-    write_out(console.for_encoding(text, encoding))
+    write_out(for_encoding(text, encoding))

@@ -81,7 +81,7 @@ def command(
     from ddp_profiler.errors import UsageError
     from ddp_profiler.record import paths
     from ddp_profiler.record.launches import join_launches, read_launch
-    from ddp_profiler.report import console
+    from ddp_profiler.report.text import for_encoding
 
     if min(dp) < 1:
         raise UsageError(f"--dp {min(dp)} is below 1.", "Give sizes such as --dp 1,2,4.")
@@ -127,7 +127,7 @@ def command(
                 )
     color = sys.stdout is not None and sys.stdout.isatty()
     summary, text = conclude(folder, color=color)
-    write_out(console.for_encoding(text, getattr(sys.stdout, "encoding", None)))
+    write_out(for_encoding(text, getattr(sys.stdout, "encoding", None)))
     unknown = check_kept_batch(summary)
     if unknown:
         _tell(unknown)

@@ -18,7 +18,6 @@ from ddp_profiler.analysis.sampled import lateness
 from ddp_profiler.analysis.scaling import Pop
 from ddp_profiler.report.micro_batch import micro_batch_lines, micro_batch_table
 from ddp_profiler.report.text import WIDTH, simple_table, text_console
-from ddp_profiler.report.text import for_encoding as for_encoding
 
 _GAP = 2
 _HEADER_LEAST = 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from abc import ABC, abstractmethod
 from array import array
 from typing import Any, TypeVar, overload
 
@@ -119,7 +120,33 @@ class Column:
         return result
 
 
-class Packed:
+class _Whole(ABC):
+    """Whole numbers that are made when they are asked for, and otherwise as if in an array."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """How many there are."""
+
+    @overload
+    def __getitem__(self, places: int) -> int: ...
+    @overload
+    def __getitem__(self, places: slice | npt.NDArray[Any]) -> Ints: ...
+    @abstractmethod
+    def __getitem__(self, places: int | slice | npt.NDArray[Any]) -> int | Ints: ...
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        """Returns all of them."""
+        found = self[:]
+        return found if dtype is None else found.astype(dtype)
+
+
+class Packed(_Whole):
     """Whole numbers of 64 bits that do not change any more, as differences within blocks.
 
     The narrowest type is taken that holds nearly all differences from the least number of their
@@ -181,16 +208,6 @@ class Packed:
         """How many there are."""
         return int(self._differences.size)
 
-    def __len__(self) -> int:
-        return self.size
-
-    def __array__(
-        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
-    ) -> npt.NDArray[Any]:
-        """Returns all of them."""
-        found = self[:]
-        return found if dtype is None else found.astype(dtype)
-
     @overload
     def __getitem__(self, places: int) -> int: ...
     @overload
@@ -222,7 +239,7 @@ class Packed:
         return max(int(self[first : first + _CHUNK].max()) for first in range(0, self.size, _CHUNK))
 
 
-class Sums:
+class Sums(_Whole):
     """Sums of two columns, made of those that are asked for only; otherwise as ``Packed``."""
 
     def __init__(self, one: Packed, other: Packed) -> None:
@@ -232,16 +249,6 @@ class Sums:
     def size(self) -> int:
         """How many there are."""
         return self._one.size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __array__(
-        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
-    ) -> npt.NDArray[Any]:
-        """Returns all of them."""
-        found = self[:]
-        return found if dtype is None else found.astype(dtype)
 
     @overload
     def __getitem__(self, places: int) -> int: ...

@@ -68,11 +68,6 @@ def torchrun(ranks, *argv, **keywords):
     return run_command([*start, *argv], **keywords)
 
 
-# The real one, also where it takes a rank seconds to import torch: ranks that were forked from a
-# process that had torch loaded hung now and then where a DDP was freed.
-launch = torchrun
-
-
 OF_THE_MACHINE = frozenset(
     ("straggler", "passing-straggler", "cores-shared", "cpu-steal", "cpu-throttled")
 )
@@ -153,15 +148,15 @@ def timed(test):
 
 @pytest.fixture(scope="session")
 def study(tmp_path_factory):
-    """Returns a function that runs a study and keeps equal ones; ``by`` is what launches it."""
+    """Returns a function that runs a study and keeps equal ones."""
     known = {}
 
-    def run(ranks, *options, by=launch, again=False, **keywords):
-        key = (ranks, options, by, repr(sorted(keywords.items())))
+    def run(ranks, *options, again=False, **keywords):
+        key = (ranks, options, repr(sorted(keywords.items())))
         if again or key not in known:
             folder = tmp_path_factory.mktemp("study") / "run"
             ours = ("-m", "ddp_profiler.run", "--out", folder, "--allreduce-max-mb", "0.1")
-            finished = by(ranks, *ours, *options, **keywords)
+            finished = torchrun(ranks, *ours, *options, **keywords)
             finished.folder = folder
             known[key] = finished
         return known[key]

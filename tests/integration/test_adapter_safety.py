@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.integration.conftest import ROOT, launch, run_command
+from tests.integration.conftest import ROOT, run_command, torchrun
 
 pytestmark = pytest.mark.distributed
 HERE = ROOT / "tests" / "integration"
@@ -45,7 +45,7 @@ COMMUNICATING = {
 @pytest.fixture(scope="module", params=[2, 3])
 def results(request):
     ranks = request.param
-    done = launch(ranks, HERE / "adapter_cases.py")
+    done = torchrun(ranks, HERE / "adapter_cases.py")
     assert done.code == 0, done.err[-3000:]
     rows = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
     assert {row["rank"] for row in rows} == set(range(ranks))

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_profiler.record import reader
 from ddp_profiler.schema import SpanKind, Variant
-from tests.integration.conftest import Looks, launch, run_command, timed
+from tests.integration.conftest import Looks, run_command, timed, torchrun
 from tests.integration.scripts import train
 from tests.integration.test_scripts import SCRIPTS, check_spans
 
@@ -45,7 +45,7 @@ def trained(tmp_path_factory):
     def of(ranks):
         if ranks not in known:
             folder = tmp_path_factory.mktemp("cases")
-            done = launch(ranks, SCRIPTS / "all_cases.py", folder)
+            done = torchrun(ranks, SCRIPTS / "all_cases.py", folder)
             rows = [json.loads(line) for line in done.out.splitlines()]
             known[ranks] = {row.get("case", "early"): row for row in rows}
             assert done.code == 0, done.err
@@ -157,7 +157,7 @@ def late_now_and_then(tmp_path_factory):
     def measure():
         folder = tmp_path_factory.mktemp("late") / "run"
         ours = ["-m", "ddp_profiler.run", "--steps", 5, "--warmup", 2, "--every", 14]
-        done = launch(2, *ours, "--out", folder, SCRIPTS / "late_now_and_then.py", 57)
+        done = torchrun(2, *ours, "--out", folder, SCRIPTS / "late_now_and_then.py", 57)
         assert done.code == 1
         assert "so will 10 of every 14 be" in done.err
         return folder

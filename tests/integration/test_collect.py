@@ -8,7 +8,7 @@ import pytest
 from ddp_profiler.measure.collect import CHUNK_BYTES
 from ddp_profiler.record import paths
 from tests.integration.collect_case import TIMEOUT_S
-from tests.integration.conftest import ROOT, launch
+from tests.integration.conftest import ROOT, torchrun
 
 # Its short time-outs are no place for others.
 pytestmark = [pytest.mark.distributed, pytest.mark.alone]
@@ -21,7 +21,7 @@ def test_whole_file_comes_and_a_lost_rank_ends_the_wait(tmp_path, how, group):
         (tmp_path / folder).mkdir()
     for rank, data in contents.items():
         paths.rank_file(tmp_path / "1", rank).write_bytes(data)
-    done = launch(4, "-m", "tests.integration.collect_case", tmp_path, how, group, cwd=ROOT)
+    done = torchrun(4, "-m", "tests.integration.collect_case", tmp_path, how, group, cwd=ROOT)
     assert done.code == 0, done.err[-3000:]
     failed, seconds = json.loads((tmp_path / "result.json").read_text())
     assert list(failed) == ["2"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.integration.conftest import run_command, timed, torchrun
+from tests.integration.conftest import run_command, timed
 from tests.integration.hungry_model import ELEMENTS, MOST_ON_RANK_1
 
 pytestmark = [pytest.mark.distributed, pytest.mark.alone]
@@ -17,7 +17,6 @@ def found(look):
         *("--model", "tests.integration.hungry_model:make", "--dp", "2", "--find-micro-batch"),
         *("--memory-limit-gb", "1", "--steps", "2", "--warmup", "2", "--allreduce-max-mb", "0"),
         # Memory of ranks is looked at, so they are processes of their own.
-        by=torchrun,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ddp_profiler.analysis.machine import explain, foreign_fraction, run_delay_ms_per_s
 from ddp_profiler.record.reader import read_run_info
-from tests.integration.conftest import ROOT, Looks, launch, timed
+from tests.integration.conftest import ROOT, Looks, timed, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
@@ -40,7 +40,7 @@ def starved(tmp_path_factory):
         folder = tmp_path_factory.mktemp("starved") / "run"
         argv = ("--out", folder, "--dp", "2", "--threads-per-rank", "1", *SMALL)
         env = {"STARVED_RANK": "1", "STARVED_CORE": str(usable_cores()[0])}
-        done = launch(2, HERE / "starved_rank.py", *argv, env=env)
+        done = torchrun(2, HERE / "starved_rank.py", *argv, env=env)
         assert done.code == 0, done.err[-3000:]
         return folder
 
@@ -125,7 +125,7 @@ def throttled(limited, tmp_path_factory):
         folder = tmp_path_factory.mktemp("throttled") / "run"
         argv = ("--out", folder, "--threads-per-rank", "1", *SMALL, "--steps", "4")
         env = {"THROTTLED_BY": str(limited)}
-        done = launch(1, HERE / "throttled_rank.py", *argv, env=env)
+        done = torchrun(1, HERE / "throttled_rank.py", *argv, env=env)
         assert done.code == 0, done.err[-3000:]
         return folder
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from tests.integration.conftest import run_command, torchrun
+from tests.integration.conftest import run_command
 
 pytestmark = pytest.mark.distributed
 
@@ -71,7 +71,7 @@ def test_one_rank_fails_and_each_ranks_phase_is_shown(study, tmp_path):
         "        inputs=lambda b: (b[0],), loss=lambda o, b: o.mean(),\n"
         "        optimizer=lambda p: torch.optim.SGD(p, lr=0.1))\n"
     )
-    done = study(2, "--model", "broken:make", "--dp", "2", cwd=tmp_path, by=torchrun)
+    done = study(2, "--model", "broken:make", "--dp", "2", cwd=tmp_path)
     assert done.code != 0
     ours = [line for line in done.err.splitlines() if line.startswith("ddp_profiler.run: ")]
     assert f"rank 1 on {socket.gethostname()} failed in level dp2, " in done.err

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.integration.conftest import ROOT, launch
+from tests.integration.conftest import ROOT, torchrun
 
 pytestmark = pytest.mark.distributed
 SCRIPT = ROOT / "tests" / "integration" / "proof_cases.py"
@@ -18,7 +18,7 @@ def ranks(request):
 
 @pytest.fixture(scope="module")
 def rows(ranks):
-    done = launch(ranks, SCRIPT, timeout=400)
+    done = torchrun(ranks, SCRIPT, timeout=400)
     assert done.code == 0, done.err[-3000:]
     return [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import ROOT, launch, run_command, serious
+from tests.integration.conftest import ROOT, run_command, serious, torchrun
 
 pytestmark = pytest.mark.distributed
 MISTAKES = Path(__file__).parent / "scripts" / "mistakes"
@@ -16,7 +16,7 @@ def proofs(tmp_path_factory):
     """The proof of each case of replay_cases.py: accumulation 3, micro-batch 5 and dp 2, or 1, 4
     and 2."""
     cases = ROOT / "tests" / "integration" / "replay_cases.py"
-    done = launch(2, cases, tmp_path_factory.mktemp("replay"))
+    done = torchrun(2, cases, tmp_path_factory.mktemp("replay"))
     assert done.code == 0, done.err[-3000:]
     rows = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
     assert all(row["failures"] == [] for row in rows)
@@ -120,14 +120,14 @@ def command(folder, *words, oracle="oracle:loss"):
 
 
 def observe(folder, *words):
-    done = launch(2, *command(folder, *words))
+    done = torchrun(2, *command(folder, *words))
     done.folder = folder
     return done
 
 
 def test_a_script_of_the_wrong_scale(tmp_path):
     words = ("both", "clip", "scaler")
-    alone = launch(2, MISTAKES / "gradient_scale.py", *words)
+    alone = torchrun(2, MISTAKES / "gradient_scale.py", *words)
     assert alone.code == 0, alone.err
     run = observe(tmp_path / "run", *words)
     assert run.code == 0, run.err

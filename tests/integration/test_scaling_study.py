@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.integration.conftest import Looks, launch, run_command, timed
+from tests.integration.conftest import Looks, run_command, timed, torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -226,5 +226,5 @@ def test_an_unmet_expectation_ends_with_exit_1_and_keeps_the_run(tmp_path):
     assert "not 9 samples" in done.err
     assert (tmp_path / "a" / "summary.json").exists()
     assert '"status": "complete"' in (tmp_path / "a" / "run.json").read_text()
-    done = launch(1, *argv, "--out", tmp_path / "b", "--expect-global-batch", "8")
+    done = torchrun(1, *argv, "--out", tmp_path / "b", "--expect-global-batch", "8")
     assert done.code == 0, done.err

@@ -13,7 +13,7 @@ import pytest
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.record import reader
 from ddp_profiler.schema import Interruption, SpanKind, Variant
-from tests.integration.conftest import ROOT, launch, run_command, serious, torchrun
+from tests.integration.conftest import ROOT, run_command, serious, torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -29,9 +29,9 @@ NOTES = {
 PHASES = (SpanKind.DATA, SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.OPTIMIZER)
 
 
-def observe(folder, ranks, *argv, by=launch, **keywords):
+def observe(folder, ranks, *argv, **keywords):
     ours = ["-m", "ddp_profiler.run", "--steps", 4, "--warmup", 2, "--out", folder]
-    finished = by(ranks, *ours, *argv, **keywords)
+    finished = torchrun(ranks, *ours, *argv, **keywords)
     finished.folder = folder
     return finished
 
@@ -61,7 +61,7 @@ def observed(tmp_path_factory):
             folder = tmp_path_factory.mktemp("script") / "run"
             argv = (SCRIPTS / "train.py", case)
             # From the beginning to the end as a user's.
-            known[ranks, case] = observe(folder, ranks, *argv, by=torchrun)
+            known[ranks, case] = observe(folder, ranks, *argv)
         return known[ranks, case]
 
     return run
@@ -173,7 +173,7 @@ def test_evaluation_and_checkpoint_are_named_and_left_out(observed):
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 3), ("sigterm", -15)])
 def test_a_failing_rank_ends_as_it_would(tmp_path, how, code):
-    run = observe(tmp_path / "run", 2, SCRIPTS / "failing.py", how, by=torchrun)
+    run = observe(tmp_path / "run", 2, SCRIPTS / "failing.py", how)
     assert run.code == 1
     codes = {
         int(rank): int(found)
@@ -203,7 +203,7 @@ def test_surroundings_are_those_of_python(tmp_path, words):
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     alone = run_command([*words, files[0]], cwd=SCRIPTS, env=rank)
     assert alone.code == 0, alone.err
-    run = observe(tmp_path / "run", 1, *ours, files[1], cwd=SCRIPTS, by=torchrun)
+    run = observe(tmp_path / "run", 1, *ours, files[1], cwd=SCRIPTS)
     assert (run.code, run.out) == (0, alone.out.replace(*map(str, files))), run.err
     # Once more from the child that was forked.
     assert [file.read_text() for file in files] == 2 * ["a line\na line\n"]

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tests.integration.conftest import ROOT, run_command, torchrun
+from tests.integration.conftest import ROOT, run_command
 from tests.unit.page_reader import Page
 
 pytestmark = pytest.mark.distributed
@@ -21,7 +21,6 @@ def four_ranks(study, tmp_path_factory):
         *("--model", "gpt-tiny:layers=2,width=64", "--data", text, "--accumulate", "1,4"),
         *("--bucket-cap-mb", "0.1", "--micro-batch", "2", "--steps", "3", "--warmup", "2"),
         # As users start it, from its beginning to its end.
-        by=torchrun,
     )
     assert done.code == 0, done.err[-3000:]
     return done
@@ -201,7 +200,7 @@ def test_dtype_that_the_backend_cannot_reduce(study, tmp_path):
         "        inputs=lambda b: (b[0],), loss=lambda o, b: o,\n"
         "        optimizer=lambda p: torch.optim.SGD(p, lr=0.1))\n"
     )
-    done = study(2, "--model", "odd:make", cwd=tmp_path, by=torchrun)
+    done = study(2, "--model", "odd:make", cwd=tmp_path)
     ours = [line for line in done.err.splitlines() if line.startswith("ddp_profiler.run: ")]
     assert done.code != 0
     assert len(ours) == 1, done.err

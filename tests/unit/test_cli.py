@@ -11,6 +11,7 @@ from ddp_profiler import cli, run
 from ddp_profiler.cli import worker_options
 from ddp_profiler.record import parts
 from ddp_profiler.report import console
+from ddp_profiler.report.text import for_encoding
 
 from .test_console import make_level, make_summary
 
@@ -112,7 +113,7 @@ def test_reader_that_has_seen_enough():
 def test_ascii_stdout(environment):
     done = call("analyze", "run", **environment)
     assert (done.returncode, done.stderr) == (0, b"")
-    assert done.stdout.decode("ascii") == console.for_encoding(console.render(summary()), "ascii")
+    assert done.stdout.decode("ascii") == for_encoding(console.render(summary()), "ascii")
     assert b"-----" in done.stdout
     done = call("analyze", "run", "--json", **environment)
     assert (done.returncode, done.stderr) == (0, b"")

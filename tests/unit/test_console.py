@@ -19,6 +19,7 @@ from ddp_profiler.analysis.results import (
 )
 from ddp_profiler.analysis.roofline import Bound, Hardware, Roofline
 from ddp_profiler.report import console
+from ddp_profiler.report.text import for_encoding
 
 BREAKDOWN = dict(zip(PARTS, (1.5, 20.25, 0.5, 40.0, 0.0, 3.0, 5.0, 2.0, 7.0, 0.75), strict=True))
 
@@ -353,17 +354,17 @@ def test_figure_wider_than_the_screen_is_broken_not_cut():
 
 def test_for_encoding():
     text = console.render(make_summary(make_level(), notes=("größer ± 漢",)))
-    assert console.for_encoding(text, "utf-8") == text
-    assert console.for_encoding(text, None) == text
+    assert for_encoding(text, "utf-8") == text
+    assert for_encoding(text, None) == text
     for encoding in ("ascii", "ANSI_X3.4-1968", "no-such-encoding"):
-        plain = console.for_encoding(text, encoding)
+        plain = for_encoding(text, encoding)
         assert plain.isascii()
         assert text.translate({ord("─"): "-"}).splitlines()[:-1] == plain.splitlines()[:-1]
         assert plain.endswith("note: gr\\xf6\\xdfer \\xb1 \\u6f22\n")
-    latin = console.for_encoding(text, "latin-1")
+    latin = for_encoding(text, "latin-1")
     assert "größer ± \\u6f22" in latin
     assert "--------" in latin
-    assert console.for_encoding("a\udc80", "utf-8") == "a\\udc80"
+    assert for_encoding("a\udc80", "utf-8") == "a\\udc80"
 
 
 def test_colour_only_where_asked_for():
