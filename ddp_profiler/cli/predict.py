@@ -74,6 +74,7 @@ def command(
         for number in dict.fromkeys(parse_numbers("--dp", dp))
     ]
     predictor = Predictor.of(load_summary(run))
+    run_of = predictor.evidence.summary.run
     found = [predictor.predict(request) for request in requests]
     tests = predictor.back_test()
     networks = [
@@ -81,12 +82,10 @@ def command(
     ]
     encoding = getattr(sys.stdout, "encoding", None)
     if as_json:
-        content = predictions.as_json(found, tests, networks)
+        content = predictions.as_json(run_of, found, tests, networks)
         text = json.dumps(content, indent=2, ensure_ascii=False)
         write_out(ascii_json(text, encoding) + "\n")
         return
     color = sys.stdout is not None and sys.stdout.isatty()
-    text = predictions.render(
-        predictor.evidence.summary.run.run_id, found, tests, networks, color=color
-    )
+    text = predictions.render(run_of, found, tests, networks, color=color)
     write_out(for_encoding(text, encoding))

@@ -83,6 +83,12 @@ class Predictor:
             )
         usable = [lv for lv in summary.levels if lv.costs_ms and lv.micro_batch and lv.step_ms]
         together = [lv for lv in usable if communicates(lv)]
+        if not together and summary.run.partial:
+            why = f" {summary.notes[0]}" if summary.notes else ""
+            raise InputError(
+                f"The run is partial, and no level of 2 or more ranks is whole.{why}",
+                "Bring its parts together (ddp-profiler merge), or measure again.",
+            )
         if not together:
             raise InputError(
                 "The run has no level of 2 or more ranks with steps and AllReduces: it shows "

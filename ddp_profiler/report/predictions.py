@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ddp_profiler import units
 from ddp_profiler.analysis.parts import PARTS
+from ddp_profiler.analysis.results import RunResult
 from ddp_profiler.predict.network import NetworkModel
 from ddp_profiler.predict.results import BackTests, Prediction
 from ddp_profiler.report.text import table_of, text_console
@@ -27,16 +28,22 @@ _FORM_NAMES = {
 
 
 def as_json(
-    found: Sequence[Prediction], tests: BackTests, networks: Sequence[NetworkModel]
+    run: RunResult,
+    found: Sequence[Prediction],
+    tests: BackTests,
+    networks: Sequence[NetworkModel],
 ) -> dict[str, Any]:
     """Returns the content of ``predict --json``.
 
     Args:
+        run: The run that they are made from.
         found: The predictions.
         tests: Measured levels predicted from the others.
         networks: The models of AllReduce, within a node and between nodes.
     """
     return {
+        "run_id": run.run_id,
+        "partial": run.partial,
         "predictions": [asdict(one) for one in found],
         "backtest": [asdict(test) for test in tests.tests],
         "backtest_not_possible": tests.why_not,
@@ -70,7 +77,7 @@ def _network_json(model: NetworkModel) -> dict[str, Any]:
 
 
 def render(
-    run_id: str,
+    run: RunResult,
     found: Sequence[Prediction],
     tests: BackTests,
     networks: Sequence[NetworkModel],
@@ -80,7 +87,7 @@ def render(
     """Returns predictions as text of at most 80 columns, readable without colour.
 
     Args:
-        run_id: The run that they are made from.
+        run: The run that they are made from.
         found: The predictions.
         tests: Measured levels predicted from the others.
         networks: The models of AllReduce.
@@ -88,7 +95,8 @@ def render(
     """
     output = io.StringIO()
     console = text_console(output, color=color)
-    console.print(Text(units.printable(f"Predictions from {run_id}")))
+    partial = ", which is PARTIAL: ddp-profiler analyze says what is missing" if run.partial else ""
+    console.print(Text(units.printable(f"Predictions from {run.run_id}{partial}")))
     console.print()
     console.print(_steps(found))
     console.print()

@@ -1,6 +1,7 @@
 """``ddp-profiler predict``: table, JSON and errors."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -113,3 +114,23 @@ def test_a_run_that_carries_no_prediction_exits_with_3(study, capfd):
     code, out, err = call(capfd, "RUN", "--dp", "4")
     assert (code, out) == (3, "")
     assert "nothing of the network" in err
+
+
+def test_a_partial_run_is_marked(study, capfd, monkeypatch):
+    whole = summary(level(1), level(2))
+    cut = replace(whole, run=replace(whole.run, partial=True))
+    monkeypatch.setattr(load, "load_summary", lambda _: cut)
+    _, out, _ = call(capfd, "RUN", "--dp", "4")
+    assert "which is PARTIAL" in out.replace("\n", " ")
+    _, out, _ = call(capfd, "RUN", "--dp", "4", "--json")
+    assert json.loads(out)["partial"] is True
+
+
+def test_a_run_whose_rank_is_missing_says_so(study, capfd, monkeypatch):
+    whole = summary(level(1))
+    notes = ("The record of rank 1 is missing.",)
+    lost = replace(whole, run=replace(whole.run, partial=True), notes=notes)
+    monkeypatch.setattr(load, "load_summary", lambda _: lost)
+    code, _, err = call(capfd, "RUN", "--dp", "4")
+    assert code == 3
+    assert "The record of rank 1 is missing." in err
