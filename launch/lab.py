@@ -1059,7 +1059,8 @@ def _run_lab(options: argparse.Namespace, torchrun_args: Sequence[str]) -> int:
     if torchrun_args and options.torchrun is None:
         options.torchrun = find_torchrun()
     # A signal that was ignored when we were started (nohup) stays ignored.
-    handled = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {n: signal.getsignal(n) for n in _SIGNALS}
+    handled = {n: way for n, way in before.items() if way is not signal.SIG_IGN}
     for number in handled:
         signal.signal(number, _on_signal)
     try:
@@ -1071,6 +1072,9 @@ def _run_lab(options: argparse.Namespace, torchrun_args: Sequence[str]) -> int:
         for number in handled:
             signal.signal(number, signal.SIG_IGN)
         lab.close()
+        # Whoever calls this from Python goes on, and so would what it starts, deaf to signals.
+        for number, way in handled.items():
+            signal.signal(number, way)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

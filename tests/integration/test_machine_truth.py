@@ -83,13 +83,13 @@ def test_the_record_covers_the_instrumented_steps(starved):
 
 @pytest.fixture
 def limited():
-    """A cgroup that may use a sixth of a core: less than even a busy machine would give it.
+    """A cgroup that may use a third of a core: less than even a busy machine would give it.
 
     It is empty and gone in the end.
     """
     name = f"ddp-profiler-test-{os.getpid()}"
-    first = Path("/sys/fs/cgroup/cpu") / name, ("cpu.cfs_quota_us", "15000")
-    second = Path("/sys/fs/cgroup") / name, ("cpu.max", "15000 90000")
+    first = Path("/sys/fs/cgroup/cpu") / name, ("cpu.cfs_quota_us", "30000")
+    second = Path("/sys/fs/cgroup") / name, ("cpu.max", "30000 90000")
     made = None
     for folder, (file, limit) in (first, second):
         try:
@@ -135,7 +135,7 @@ def throttled(limited, tmp_path_factory):
 @timed
 def test_a_limit_of_the_cgroup_is_a_finding(throttled):
     (use,) = uses_of(throttled)
-    # It wants a whole core and gets a sixth of one.
+    # It wants a whole core and gets a third of one.
     assert use.throttled_fraction > 0.5
     assert use.throttled_ms > 0.3 * use.wall_ms
     findings = json.loads((throttled / "summary.json").read_text())["findings"]
