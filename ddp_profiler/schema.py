@@ -517,6 +517,8 @@ class LevelFacts:
             outside forward and backward, while it was observed.
         operations: The operations of a micro-step and of the optimizer; None if not counted.
         device: The device of the level's first rank, with its peaks; None if not measured.
+        start_up_ms: From the start of the level to its first warm-up step on its first rank:
+            model, data and DDP are made; of its first visit. None if not measured.
     """
 
     id: str
@@ -541,6 +543,7 @@ class LevelFacts:
     reduced_outside_bytes: int = 0
     operations: OperationCount | None = None
     device: DevicePeaks | None = None
+    start_up_ms: float | None = None
 
 
 @dataclass(frozen=True)
