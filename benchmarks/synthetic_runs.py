@@ -13,9 +13,10 @@ beside the record in ``truth.json``. The same seed gives the same folder, byte f
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -248,69 +249,113 @@ def _simulate(plan: Plan, count: int) -> tuple[_Times, dict[int, Ints]]:
     return _Times(begin=begin, meet=meet, done=done, **parts), when
 
 
-def _spans(plan: Plan, rank: int, block: _Block, times: _Times) -> dict[str, Ints]:
-    """Returns a block's spans of one rank in the order in which the recorder writes them."""
-    steps = slice(block.first, block.first + block.steps)
-    begin = times.begin[rank, steps]
-    end_data = begin + times.data[rank, steps]
-    end_forward = end_data + times.forward[rank, steps]
-    local_end = times.local_end[rank, steps]
-    done = times.done[steps]
-    end_backward = done[:, -1] + times.copy[rank, steps]
-    end_optimizer = end_backward + times.optimizer[rank, steps]
-    end = end_optimizer + times.other[rank, steps]
-    rows = [(SpanKind.STEP, -1, begin, end)]
-    if block.variant is not Variant.PLAIN:
-        rows = [
-            (SpanKind.DATA, 0, begin, end_data),
-            (SpanKind.FORWARD, 0, end_data, end_forward),
-            (SpanKind.LOCAL_BACKWARD_END, 0, local_end, local_end),
-            (SpanKind.BACKWARD, 0, end_forward, end_backward),
-            (SpanKind.OPTIMIZER, -1, end_backward, end_optimizer),
-            *rows,
-        ]
-    own, count = len(rows), block.steps
-    buckets = 0 if block.variant is Variant.PLAIN else plan.buckets
-    size = count * (own + buckets)
-    number = np.arange(block.first, block.first + count)
+_MARKED = (
+    (SpanKind.DATA, 0),
+    (SpanKind.FORWARD, 0),
+    (SpanKind.LOCAL_BACKWARD_END, 0),
+    (SpanKind.BACKWARD, 0),
+    (SpanKind.OPTIMIZER, -1),
+    (SpanKind.STEP, -1),
+)
+"""Spans of a step with all marks, and their micro-step; gradient collectives come on top."""
 
-    columns = {name: np.full(size, NULL, dtype=np.int64) for name, _ in SPAN_COLUMNS}
-    for name, value in (
-        ("level", 0),
-        ("repetition", 0),
-        ("block", block.number),
-        ("variant", int(block.variant)),
-        ("micro_step", 0),
-        ("index", -1),
-    ):
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where spans stand in a rank's record, and all of it that is the same on every rank.
+
+    Attributes:
+        columns: All columns; times are filled in for each rank.
+        ends: Where each block ends, in rows.
+        plain: Rows of the ``STEP`` spans of plain steps, and those steps.
+        marked: Rows of the spans of marked steps, [step, span], and those steps.
+        gradients: Rows of the gradient collectives of marked steps, [step, bucket].
+    """
+
+    columns: dict[str, Ints]
+    ends: list[int]
+    plain: tuple[Ints, Ints]
+    marked: tuple[Ints, Ints]
+    gradients: Ints
+
+
+def _layout(plan: Plan) -> _Layout:
+    """Lays out the spans in the order in which the recorder writes them, collectives last."""
+    blocks = _blocks(plan)
+    plain: list[tuple[int, int]] = []
+    marked: list[tuple[int, int, int]] = []
+    ends, at = [], 0
+    for block in blocks:
+        if block.variant is Variant.PLAIN:
+            plain += [(at + i, block.first + i) for i in range(block.steps)]
+            at += block.steps
+        else:
+            own = len(_MARKED)
+            marked += [
+                (at + i * own, at + block.steps * own + i * plan.buckets, block.first + i)
+                for i in range(block.steps)
+            ]
+            at += block.steps * (own + plan.buckets)
+        ends.append(at)
+    plain_rows, plain_steps = np.array(plain, dtype=np.int64).T
+    first, first_gradient, steps = np.array(marked, dtype=np.int64).T
+    rows = first[:, None] + np.arange(len(_MARKED))
+    gradients = first_gradient[:, None] + np.arange(plan.buckets)
+
+    columns = {name: np.full(at, NULL, dtype=np.int64) for name, _ in SPAN_COLUMNS}
+    lengths = np.diff([0, *ends])
+    columns["block"] = np.repeat([block.number for block in blocks], lengths)
+    columns["variant"] = np.repeat([int(block.variant) for block in blocks], lengths)
+    for name, value in (("level", 0), ("repetition", 0), ("micro_step", 0), ("index", -1)):
         columns[name][:] = value
-    for place, (kind, micro_step, first, last) in enumerate(rows):
-        chosen = slice(place, count * own, own)
-        columns["step"][chosen] = number
-        columns["kind"][chosen] = int(kind)
-        columns["micro_step"][chosen] = micro_step
-        columns["begin_ns"][chosen] = first
-        columns["end_ns"][chosen] = last
+    step_spans = np.concatenate((plain_rows, rows[:, -1]))
+    columns["step"][plain_rows] = plain_steps
+    columns["step"][rows] = steps[:, None]
+    columns["step"][gradients] = steps[:, None]
+    columns["kind"][gradients] = int(SpanKind.GRADIENT)
+    columns["index"][gradients] = np.arange(plan.buckets)
+    columns["bytes"][gradients] = _BUCKET_BYTES
+    for place, (kind, micro_step) in enumerate(_MARKED):
+        columns["kind"][rows[:, place]] = int(kind)
+        columns["micro_step"][rows[:, place]] = micro_step
         if kind is SpanKind.FORWARD:
-            columns["samples"][chosen] = _MICRO_BATCH
-        if kind is SpanKind.STEP and plan.script:
-            columns["index"][chosen] = 1
-            columns["samples"][chosen] = _MICRO_BATCH
-    if buckets:
-        # Collectives follow at the end of a block.
-        chosen = slice(count * own, size)
-        share = (np.arange(buckets) + 1) / buckets
-        length = times.backward[rank, steps]
-        given = end_forward[:, None] + (length[:, None] * share).astype(np.int64)
-        columns["step"][chosen] = np.repeat(number, buckets)
-        columns["kind"][chosen] = int(SpanKind.GRADIENT)
-        columns["index"][chosen] = np.tile(np.arange(buckets), count)
-        columns["begin_ns"][chosen] = given.reshape(-1)
-        columns["end_ns"][chosen] = done.reshape(-1)
-        columns["bytes"][chosen] = _BUCKET_BYTES
-        if plan.script:
-            columns["value"][chosen] = 0
-    return columns
+            columns["samples"][rows[:, place]] = _MICRO_BATCH
+    columns["kind"][step_spans] = int(SpanKind.STEP)
+    columns["micro_step"][step_spans] = -1
+    if plan.script:
+        columns["index"][step_spans] = 1
+        columns["samples"][step_spans] = _MICRO_BATCH
+        columns["value"][gradients] = 0
+    return _Layout(columns, ends, (plain_rows, plain_steps), (rows, steps), gradients)
+
+
+def _fill(plan: Plan, layout: _Layout, rank: int, times: _Times, offset: int) -> None:
+    """Fills in one rank's times, on a clock that is ahead by ``offset``."""
+    begin = times.begin[rank] + offset
+    end_data = begin + times.data[rank]
+    end_forward = end_data + times.forward[rank]
+    local_end = end_forward + times.backward[rank]
+    end_backward = times.done[:, -1] + offset + times.copy[rank]
+    end_optimizer = end_backward + times.optimizer[rank]
+    end = end_optimizer + times.other[rank]
+    begins, ends = layout.columns["begin_ns"], layout.columns["end_ns"]
+    rows, steps = layout.plain
+    begins[rows], ends[rows] = begin[steps], end[steps]
+    rows, steps = layout.marked
+    pairs = (
+        (begin, end_data),
+        (end_data, end_forward),
+        (local_end, local_end),
+        (end_forward, end_backward),
+        (end_backward, end_optimizer),
+        (begin, end),
+    )
+    for place, (first, last) in enumerate(pairs):
+        begins[rows[:, place]], ends[rows[:, place]] = first[steps], last[steps]
+    share = (np.arange(plan.buckets) + 1) / plan.buckets
+    length = times.backward[rank, steps][:, None]
+    begins[layout.gradients] = end_forward[steps][:, None] + (length * share).astype(np.int64)
+    ends[layout.gradients] = times.done[steps] + offset
 
 
 def _clock_offsets(plan: Plan) -> Ints:
@@ -423,26 +468,16 @@ def write_run(folder: Path, plan: Plan) -> dict[str, Any]:
     times, when = _simulate(plan, blocks[-1].first + blocks[-1].steps)
     info = describe(plan, times)
     write_run_info(folder, info)
-    offsets = _clock_offsets(plan)
+    offsets, layout = _clock_offsets(plan), _layout(plan)
     for rank in range(plan.ranks):
+        _fill(plan, layout, rank, times, int(offsets[rank // RANKS_PER_NODE]))
         writer = SpanWriter(folder, rank, info.run_id)
-        for columns in _record(plan, rank, blocks, times):
-            offset = offsets[rank // RANKS_PER_NODE]
-            if offset:
-                columns["begin_ns"] += offset
-                columns["end_ns"] += offset
-            writer.write_columns(columns)
+        for begin, end in itertools.pairwise([0, *layout.ends]):
+            writer.write_columns({n: values[begin:end] for n, values in layout.columns.items()})
         writer.close()
     truth = _truth(plan, times, when)
     (folder / TRUTH_FILE).write_text(json.dumps(truth, indent=2) + "\n")
     return truth
-
-
-def _record(
-    plan: Plan, rank: int, blocks: Sequence[_Block], times: _Times
-) -> Iterator[dict[str, Ints]]:
-    for block in blocks:
-        yield _spans(plan, rank, block, times)
 
 
 def main() -> None:

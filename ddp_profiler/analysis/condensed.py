@@ -125,12 +125,12 @@ def _in_flight(spans: Columns, key: Ints, rows: Ints) -> tuple[Ints, Ints]:
     busy, overlapped = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
     known = steps_known(spans)
     calls = sync_calls(spans, key, known)
-    call = Lookup(key[calls]).find(key[rows])
+    lookup = Lookup(key[calls])
+    call = lookup.find(key[rows])
     inside = np.flatnonzero((call >= 0) & known[rows])
     call, taken = call[inside], rows[inside]
     call_begin, call_end = spans["begin_ns"][calls], spans["end_ns"][calls]
     is_point = (spans["kind"] == SpanKind.LOCAL_BACKWARD_END) & known
-    lookup = Lookup(key[calls])
     local = local_end(
         call_begin,
         call_end,
@@ -167,8 +167,8 @@ def sync_calls(spans: Columns, key: Ints, known: npt.NDArray[np.bool_]) -> Ints:
         known: Which spans belong to a step that is there.
     """
     handed = key[(spans["kind"] == SpanKind.GRADIENT) & known]
-    chosen = (spans["kind"] == SpanKind.BACKWARD) & known & np.isin(key, handed)
-    calls = np.flatnonzero(chosen)
+    calls = np.flatnonzero((spans["kind"] == SpanKind.BACKWARD) & known)
+    calls = calls[np.isin(key[calls], handed)]
     return calls[np.argsort(spans["begin_ns"][calls], kind="stable")]
 
 

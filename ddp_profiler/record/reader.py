@@ -124,10 +124,10 @@ def read_rank(folder: Path, rank: int) -> RankSpans:
             "The file is damaged or was not written by ddp_profiler.",
         ) from None
     expected = CONDENSED_SCHEMA if condensed else SPAN_SCHEMA
-    table = pa.concat_tables(
-        [expected.empty_table(), *(pa.Table.from_batches([batch]) for batch in batches)],
-        promote_options="default",
-    )
+    tables = [expected.empty_table()]
+    if batches:
+        tables.append(pa.Table.from_batches(batches))
+    table = pa.concat_tables(tables, promote_options="default").combine_chunks()
     columns = {name: _to_numpy(table, name) for name in expected.names}
     return RankSpans(rank, run_id, columns, complete, condensed)
 
