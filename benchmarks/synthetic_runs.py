@@ -119,14 +119,15 @@ class Plan:
         return -(-self.ranks // RANKS_PER_NODE)
 
 
-def planted(ranks: int, steps: int, **more: Any) -> Plan:
+def planted(ranks: int, steps: int, passing_share: float = 0.1, **more: Any) -> Plan:
     """Returns a plan with one rank late in each backward and one now and then in data.
 
-    The second one is later, so it is the last one of the steps in which it is late.
+    The second one is later, so it is the last one of the steps in which it is late. In few steps
+    a small ``passing_share`` is too few of them for anybody to be named.
     """
     late = (
         Late("backward", 8.0, rank=ranks // 3),
-        Late("data", 40.0, rank=2 * ranks // 3, share=0.1),
+        Late("data", 40.0, rank=2 * ranks // 3, share=passing_share),
     )
     return Plan(ranks, steps, late=late, **more)
 

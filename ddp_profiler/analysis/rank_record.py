@@ -86,9 +86,11 @@ def rank_record(info: RunInfo, rank: int, columns: Columns) -> RankRecord:
     steps: dict[tuple[int, Variant], Steps] = {}
     ready: dict[int, Floats] = {}
     for rows in np.split(order, begins[1:]) if len(order) else ():
-        level, variant = int(place[rows[0]]) >> 8, Variant(int(place[rows[0]]) & 0xFF)
-        if variant not in _DERIVED:
+        level, number = int(place[rows[0]]) >> 8, int(place[rows[0]]) & 0xFF
+        if number not in _DERIVED:
+            # Perhaps of a later version.
             continue
+        variant = Variant(number)
         spans = {name: values[rows].astype(np.int64) for name, values in columns.items()}
         found = steps_of(rank, spans)
         if len(found):
