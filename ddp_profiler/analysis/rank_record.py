@@ -14,7 +14,7 @@ import numpy as np
 from ddp_profiler.analysis.clocks import CommonClock
 from ddp_profiler.analysis.condensed import condense
 from ddp_profiler.analysis.parts import Columns, Floats, Steps, ready_times, steps_of
-from ddp_profiler.schema import RunInfo, SpanKind, Variant
+from ddp_profiler.schema import CONDENSED_COLUMNS, RunInfo, SpanKind, Variant
 
 _DERIVED = (
     Variant.PLAIN,
@@ -42,13 +42,20 @@ _IN_STEPS = tuple(
 """Spans that all figures of a study have from :class:`Steps`; those of a script also otherwise."""
 
 
+_LOCAL = tuple(
+    int(kind) for kind in (SpanKind.LOCAL_BACKWARD_END, SpanKind.OPTIMIZER, SpanKind.GRADIENT_READY)
+)
+"""Those of which nothing else is made of a script either."""
+_OF_COLLECTIVES = frozenset(name for name, _ in CONDENSED_COLUMNS)
+
+
 @dataclass(frozen=True)
 class RankRecord:
     """One rank's part in a summary.
 
     Attributes:
         rank: Global rank.
-        columns: Its condensed spans; of a study without those that ``steps`` hold.
+        columns: Its condensed spans, as far as figures are made of them beside ``steps``.
         steps: Its steps by level and variant; combinations without spans are absent.
         ready: When each parameter's gradient is ready, in ms after backward was called, by level.
         clock_uncertainty_ns: By how much times on the common clock may be off, by level.
@@ -102,7 +109,7 @@ def rank_record(info: RunInfo, rank: int, columns: Columns) -> RankRecord:
         index: clock.uncertainty_ns(rank, columns["begin_ns"][columns["level"] == index])
         for index in range(len(info.levels))
     }
-    kept = columns if _is_script(info, columns) else _not_in_steps(columns)
+    kept = _without(columns, _LOCAL if _is_script(info, columns) else _IN_STEPS)
     return RankRecord(rank, kept, steps, ready, uncertainty)
 
 
@@ -119,6 +126,7 @@ def _is_script(info: RunInfo, columns: Columns) -> bool:
     return bool(((columns["kind"] == SpanKind.STEP) & (columns["index"] >= 0)).any())
 
 
-def _not_in_steps(columns: Columns) -> Columns:
-    kept = ~np.isin(columns["kind"], _IN_STEPS)
-    return {name: values[kept] for name, values in columns.items()}
+def _without(columns: Columns, kinds: tuple[int, ...]) -> Columns:
+    """Leaves out spans and columns that are not looked at beside the steps."""
+    kept = ~np.isin(columns["kind"], kinds)
+    return {name: values[kept] for name, values in columns.items() if name not in _OF_COLLECTIVES}
