@@ -37,7 +37,7 @@ _MOST_OFF_MS = 0.02
 _EPILOG = """Figures are kept as they come: an interrupted run goes on where it was.
 
 Examples:
-  python benchmarks/scale.py --json figures.json             all of it, about 10 minutes and 3 GB
+  python benchmarks/scale.py --json figures.json             all of it, about 6 minutes and 3 GB
   python benchmarks/scale.py --quick                         a minute: does it run?
   python benchmarks/scale.py --read figures.json             the table again, no run
 """
