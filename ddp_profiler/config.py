@@ -12,6 +12,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 SCALINGS = ("weak", "strong")
 BACKENDS = ("auto", "nccl", "gloo")
 PLACEMENTS = ("packed", "spread", "both")
+COLLECTIONS = ("auto", "whole", "condensed")
 DEFAULT_MODEL = "gpt-tiny"
 DEFAULT_MICRO_BATCH = 8
 MIN_WARMUP = 2
@@ -62,6 +63,8 @@ class StudyConfig:
         confirm: Measure the change of settings that is predicted to gain most.
         find_micro_batch: Measure memory and speed against the micro-batch first. The levels then
             use the one that is found where neither micro_batch nor global_batch is given.
+        collect: What comes to rank 0 of the files on nodes that do not see its folder: ``whole``,
+            ``condensed``, or ``auto``, which is condensed where they are large.
         memory_limit_gb: Memory in GB that a rank may use in that search; what the machine has to
             spare where None.
 
@@ -96,6 +99,7 @@ class StudyConfig:
     confirm: bool = False
     find_micro_batch: bool = False
     memory_limit_gb: float | None = None
+    collect: str = "auto"
 
     def __post_init__(self) -> None:
         _at_least("--steps", self.steps, 1)
@@ -168,6 +172,7 @@ class StudyConfig:
         _one_of("--precision", self.precision, PRECISIONS)
         _one_of("--backend", self.backend, BACKENDS)
         _one_of("--placement", self.placement, PLACEMENTS)
+        _one_of("--collect", self.collect, COLLECTIONS)
 
 
 @dataclass(frozen=True)

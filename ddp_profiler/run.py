@@ -262,7 +262,7 @@ class _Worker:
         folder = Path(folder_name)
         parts = keeper.settle(session, self.topology.world_size, folder, described)
         phase.name = "describing the run"
-        collection = PartsCollection(session, parts, folder, _say)
+        collection = PartsCollection(session, parts, folder, _say, config.collect)
         clock = local_clock(planted_clock(parse_plants(config.plants), rank))
         places = session.gather_places(clock.domain)
         self.levels = place_levels(self.levels, places, config.placement)

@@ -127,6 +127,17 @@ of a script's ``GRADIENT``, the parameters that a ``BOOKKEEPING`` map holds as
 unused on this rank, a digest, the bits of a float64 (norms of gradients).
 """
 
+CONDENSED_COLUMNS: tuple[tuple[str, str], ...] = (
+    ("collectives", "int32"),
+    ("last_begin_ns", "int64"),
+    ("busy_ns", "int64"),
+    ("overlapped_ns", "int64"),
+    ("unnoticed", "int32"),
+)
+"""What a condensed stream has beside ``SPAN_COLUMNS``: its ``GRADIENT`` rows hold all collectives
+of a micro-step and DDP. 0 in all other rows. See :mod:`ddp_profiler.analysis.condensed`.
+"""
+
 NULLABLE_SPAN_COLUMNS = frozenset({"end_ns", "bytes", "samples", "value"})
 
 

@@ -10,6 +10,7 @@ import click
 
 from ddp_profiler.config import (
     BACKENDS,
+    COLLECTIONS,
     DEFAULT_MICRO_BATCH,
     DEFAULT_MODEL,
     PLACEMENTS,
@@ -266,6 +267,15 @@ _defaults = StudyConfig()
     "--out",
     type=click.Path(path_type=Path),
     help="Run folder to create. Default: a fresh one below runs/.",
+)
+@click.option(
+    "--collect",
+    default=_defaults.collect,
+    show_default=True,
+    metavar="|".join(COLLECTIONS),
+    help="What comes to rank 0 from nodes that do not see its folder: their ranks' files whole, or "
+    "condensed to about a twentieth, of which the same figures are made; auto: condensed from "
+    "64 MiB on. The whole files stay on their nodes.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of parameters and data.")
 @click.option(
