@@ -64,6 +64,7 @@ class StudyConfig:
             use the one that is found where neither micro_batch nor global_batch is given.
         memory_limit_gb: Memory in GB that a rank may use in that search; what the machine has to
             spare where None.
+        nccl: Another ``libnccl.so.2`` to use than torch's own.
 
     Raises:
         UsageError: A setting is out of its range.
@@ -96,6 +97,7 @@ class StudyConfig:
     confirm: bool = False
     find_micro_batch: bool = False
     memory_limit_gb: float | None = None
+    nccl: Path | None = None
 
     def __post_init__(self) -> None:
         _at_least("--steps", self.steps, 1)
@@ -167,6 +169,10 @@ class StudyConfig:
                 )
         _one_of("--precision", self.precision, PRECISIONS)
         _one_of("--backend", self.backend, BACKENDS)
+        if self.nccl is not None and self.backend == "gloo":
+            raise UsageError(
+                "--nccl names an NCCL, and --backend gloo uses none.", "Leave one of them out."
+            )
         _one_of("--placement", self.placement, PLACEMENTS)
 
 
@@ -190,6 +196,7 @@ class ScriptConfig:
             the last step but one of the warm-up is compared with it.
         every: Optimizer steps from the begin of one window of observed steps to the next; only
             one window where None.
+        nccl: Another ``libnccl.so.2`` to use than torch's own.
 
     Raises:
         UsageError: A setting is out of its range.
@@ -207,6 +214,7 @@ class ScriptConfig:
     debug: bool = False
     replay: str | None = None
     every: int | None = None
+    nccl: Path | None = None
 
     @property
     def window(self) -> int:
