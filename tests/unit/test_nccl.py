@@ -1,5 +1,6 @@
 """--nccl: which files are refused, and that the worker begins anew with the file in force."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ddp_profiler.analysis import comparability
 from ddp_profiler.config import ScriptConfig, StudyConfig
 from ddp_profiler.errors import UsageError
 from ddp_profiler.measure import environment, nccl
@@ -224,8 +224,6 @@ def run_program(*words, **environ):
 
 def test_what_is_linked_to_an_nccl_of_its_own_gets_the_given_one(library, torch_like):
     """Process, arguments and environment stay; the library's own path is not taken."""
-    import json
-
     first, second, told = run_program(library, torch_like, "--lr", "3e-4 x", KEPT="yes")
     assert first == second
     resolved = str(library.resolve())
@@ -328,7 +326,3 @@ def test_what_is_in_force_is_recorded(monkeypatch):
     monkeypatch.setattr(nccl, "in_use", lambda: (None, None))
     told = environment.describe(torch.device("cuda"), 1, 1, "nccl")
     assert (told["nccl"], told["nccl_library"]) == ("2.28.9", None)
-
-
-def test_compare_names_it():
-    assert comparability._SOFTWARE["nccl"] == "NCCL"
