@@ -67,6 +67,7 @@ class StudyConfig:
             ``condensed``, or ``auto``, which is condensed where they are large.
         memory_limit_gb: Memory in GB that a rank may use in that search; what the machine has to
             spare where None.
+        nccl: Another ``libnccl.so.2`` to use than torch's own.
 
     Raises:
         UsageError: A setting is out of its range.
@@ -100,6 +101,7 @@ class StudyConfig:
     find_micro_batch: bool = False
     memory_limit_gb: float | None = None
     collect: str = "auto"
+    nccl: Path | None = None
 
     def __post_init__(self) -> None:
         _at_least("--steps", self.steps, 1)
@@ -171,6 +173,10 @@ class StudyConfig:
                 )
         _one_of("--precision", self.precision, PRECISIONS)
         _one_of("--backend", self.backend, BACKENDS)
+        if self.nccl is not None and self.backend == "gloo":
+            raise UsageError(
+                "--nccl names an NCCL, and --backend gloo uses none.", "Leave one of them out."
+            )
         _one_of("--placement", self.placement, PLACEMENTS)
         _one_of("--collect", self.collect, COLLECTIONS)
 
@@ -195,6 +201,7 @@ class ScriptConfig:
             the last step but one of the warm-up is compared with it.
         every: Optimizer steps from the begin of one window of observed steps to the next; only
             one window where None.
+        nccl: Another ``libnccl.so.2`` to use than torch's own.
 
     Raises:
         UsageError: A setting is out of its range.
@@ -212,6 +219,7 @@ class ScriptConfig:
     debug: bool = False
     replay: str | None = None
     every: int | None = None
+    nccl: Path | None = None
 
     @property
     def window(self) -> int:

@@ -71,6 +71,7 @@ _FOR_SCRIPTS = frozenset(
         "batch_dim",
         "module",
         "replay",
+        "nccl",
     }
 )
 _OF_SCRIPTS_ONLY = frozenset({"module", "batch_dim", "every", "replay"})
@@ -249,6 +250,13 @@ _defaults = StudyConfig()
     show_default=True,
     metavar="|".join(BACKENDS),
     help="auto: nccl where each rank has a GPU of its own, else gloo.",
+)
+@click.option(
+    "--nccl",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Use this libnccl.so.2 instead of torch's own, for example to compare two versions; see "
+    "docs/gpu.md.",
 )
 @click.option(
     "--threads-per-rank",
