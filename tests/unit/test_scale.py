@@ -59,6 +59,7 @@ def test_planted_causes_are_found_by_name(run):
     summary = load_summary(folder)
     (level,) = summary.levels
     assert not summary.run.partial
+    assert "slow-node" not in {finding.id for finding in summary.findings}
     fixed, passing = truth["late"]
     found = {late.rank: late for late in level.stragglers}
     assert set(found) == {fixed["rank"], passing["rank"]}
@@ -69,6 +70,20 @@ def test_planted_causes_are_found_by_name(run):
     lag = passing["delay_ms"] - fixed["delay_ms"]
     assert found[passing["rank"]].lag_ms == pytest.approx(lag, abs=1)
     assert found[passing["rank"]].share_of_steps_fraction == pytest.approx(passing["steps"] / 60)
+
+
+@pytest.mark.parametrize("clocks", [False, True])
+def test_a_node_that_is_late_as_a_whole_is_named(tmp_path, clocks):
+    truth = synthetic.write_run(tmp_path / "run", synthetic.slow_node(RANKS, 30, clocks=clocks))
+    summary = load_summary(tmp_path / "run")
+    (level,) = summary.levels
+    assert level.stragglers == ()
+    (found,) = [finding for finding in summary.findings if finding.id == "slow-node"]
+    node = truth["late"][0]["node"]
+    ranks = [rank for rank in level.ranks if rank.node == node]
+    assert f"all {len(ranks)} ranks of {ranks[0].hostname} are late together" in found.message
+    assert "most of it in forward, 12" in found.evidence
+    assert found.expected_gain_ms == pytest.approx(truth["late"][0]["delay_ms"], abs=0.5)
 
 
 def test_parts_are_those_that_were_planted(run):
