@@ -45,11 +45,11 @@ lint: $(VENV)/.installed-test ## Check style and types
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed-docs ## Build the documentation's site in build/docs; a broken link is an error
-	@$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
+	@$(BIN)/sphinx-build -W --keep-going -q -b html -c docs . build/docs
 	@echo "Open build/docs/index.html"
 
 docs-links: $(VENV)/.installed-docs ## Ask the network whether links to other sites still work
-	@$(BIN)/sphinx-build -q -b linkcheck docs build/docs-links
+	@$(BIN)/sphinx-build -q -b linkcheck -c docs . build/docs-links
 
 clean: ## Remove what was installed and built; measured runs stay
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
