@@ -64,12 +64,7 @@ def _read(folder: Path) -> tuple[RunInfo, Mapping[int, Columns], list[int]]:
         raise InputError(f"{folder} holds no rank-*.arrows: nothing was measured.", "Run it again.")
     columns, incomplete = {}, []
     for rank in found:
-        spans = reader.read_rank(folder, rank)
-        if spans.run_id != info.run_id:
-            raise InputError(
-                f"{found[rank]} belongs to the run {spans.run_id}, not to {info.run_id}.",
-                "Keep the files of different runs in folders of their own.",
-            )
+        spans = reader.read_rank_of(folder, rank, info.run_id)
         columns[rank] = spans.columns
         if not spans.complete:
             incomplete.append(rank)

@@ -337,7 +337,8 @@ def ready_times(columns: Columns, level: int, parameters: int) -> Floats:
     spans = {name: values[chosen].astype(np.int64) for name, values in columns.items()}
     key = _call_key(step_keys(spans["repetition"], spans["step"]), spans["micro_step"])
     is_call = spans["kind"] == SpanKind.BACKWARD
-    is_ready = (spans["kind"] == SpanKind.GRADIENT_READY) & (spans["index"] < parameters)
+    is_ready = spans["kind"] == SpanKind.GRADIENT_READY
+    is_ready &= (spans["index"] >= 0) & (spans["index"] < parameters)
     begin = spans["begin_ns"][is_call]
     call = _Lookup(key[is_call]).find(key[is_ready])
     index = spans["index"][is_ready][call >= 0]

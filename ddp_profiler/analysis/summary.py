@@ -53,6 +53,7 @@ from ddp_profiler.analysis.results import (
 from ddp_profiler.analysis.roofline import describe_hardware, roofline
 from ddp_profiler.analysis.sampled import sampled_windows
 from ddp_profiler.analysis.scaling import Scaling, pop, scale
+from ddp_profiler.analysis.soundness import contradictions
 from ddp_profiler.analysis.statistics import Distribution
 from ddp_profiler.analysis.stragglers import Arrivals, Straggler, find_stragglers
 from ddp_profiler.schema import SCHEMA_VERSION, LevelFacts, LevelSettings, RunInfo, Variant
@@ -134,6 +135,7 @@ def _summary(
     notes += _missing_notes(info, missing)
     if incomplete:
         notes.append(f"The record of {units.ranks(incomplete)} was cut: the run did not end.")
+    notes += contradictions(columns_by_rank, len(info.levels))
     clocks = offsets(info)
     notes += _clock_notes(clocks)
     notes += _contention_notes(info)
