@@ -62,6 +62,12 @@ def _read(folder: Path) -> tuple[RunInfo, Mapping[int, Columns], list[int]]:
     found = paths.rank_files(folder)
     if not found:
         raise InputError(f"{folder} holds no rank-*.arrows: nothing was measured.", "Run it again.")
+    most = max(found)
+    if most >= info.world_size:
+        raise InputError(
+            f"{found[most]} is of a rank that the run of {info.world_size} ranks does not have.",
+            "Keep the files of different runs in folders of their own.",
+        )
     columns, incomplete = {}, []
     for rank in found:
         spans = reader.read_rank_of(folder, rank, info.run_id)

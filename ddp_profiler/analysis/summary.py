@@ -357,6 +357,9 @@ def _common(ranks: Sequence[Steps]) -> tuple[Steps, ...]:
     """Keeps the steps that all ranks have: of a run that was cut, some lack the last ones."""
     keys = [steps.key for steps in ranks]
     shared = functools.reduce(np.intersect1d, keys) if keys else np.empty(0)
+    if not len(shared):
+        # Of a damaged record: it is as if there were none.
+        return ()
     return tuple(
         steps if len(steps) == len(shared) else steps.only(np.isin(steps.key, shared))
         for steps in ranks

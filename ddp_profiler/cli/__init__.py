@@ -88,12 +88,28 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         print(f"{NAME}: {error_text(error)}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except (MemoryError, RecursionError):
+        if "--debug" in given:
+            raise
+        print(f"{NAME}: The input is too large or nested too deeply to be read.", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
     except OSError as error:
         # Such as help that stdout cannot take.
         if "--debug" in given:
             raise
         _discard_stdout()
-        print(f"{NAME}: {error}", file=sys.stderr)
+        print(f"{NAME}: {units.printable(error)}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    except Exception as error:
+        # Readers refuse what they cannot use; this is for what none of them has foreseen.
+        if "--debug" in given:
+            raise
+        text = units.printable((str(error).splitlines() or [""])[0][:200])
+        print(
+            f"{NAME}: The input cannot be used: {type(error).__name__}: {text}\n"
+            "If its files are sound, this is a mistake of ours: --debug shows the stack trace.",
+            file=sys.stderr,
+        )
         sys.exit(EXIT_BAD_INPUT)
     sys.exit(code if isinstance(code, int) else EXIT_DONE)
 
