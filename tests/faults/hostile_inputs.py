@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from ddp_profiler.cli import main
+from ddp_profiler.cli import error_text, main
 from ddp_profiler.errors import DdpProfilerError
 from ddp_profiler.record import paths, reader, writer
 from ddp_profiler.record.writer import NULL, SPAN_SCHEMA
@@ -50,10 +50,6 @@ _NUMBERS = (
     float("inf"), float("-inf"),
 )  # fmt: skip
 _NS = (0, -1, 1, 10**6, -(10**9), 2**31, 2**53, 2**62, 2**63 - 1, NULL, NULL + 1, 10**18)
-
-
-class NotAllowedError(Exception):
-    """What came out is not what may come out."""
 
 
 # --------------------------------------------------------------------------------------------
@@ -539,9 +535,6 @@ def call(arguments):
 
     Returns:
         Exit code, stdout, stderr.
-
-    Raises:
-        NotAllowedError: An exception that is none of ours came out.
     """
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -555,7 +548,7 @@ def call(arguments):
         except SystemExit as end:
             return end.code or 0, out.getvalue(), err.getvalue()
         except DdpProfilerError as error:
-            return error.exit_code, out.getvalue(), err.getvalue() + str(error)
+            return error.exit_code, out.getvalue(), err.getvalue() + error_text(error)
     return 0, out.getvalue(), err.getvalue()
 
 
@@ -579,7 +572,7 @@ def judge(arguments, code, out, err, warned=()):
         return f"an error of {len(err)} characters"
     if code and not err.strip():
         return "no word of what is wrong"
-    shown = out if arguments[0] != "page" else ""
+    shown = err if arguments[0] == "page" else out + err
     bad = sorted({c for c in shown if not c.isprintable() and c != "\n"})
     if bad:
         return f"unprintable characters {bad!r}"
@@ -712,5 +705,11 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as folder:
         chosen = tuple(sys.argv[3:]) or tuple(TARGETS)
+        if ":" in chosen[0]:
+            # One input again, with its stack trace.
+            target, _, seed = chosen[0].partition(":")
+            arguments = TARGETS[target][0](random.Random(chosen[0]), Seeds(Path(folder)))
+            print(arguments, *call(arguments), sep="\n")
+            sys.exit()
         done = run_batch(Path(folder), int(sys.argv[1]), int(sys.argv[2]), chosen)
     print(report(done))

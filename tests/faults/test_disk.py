@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from ddp_profiler.errors import UsageError
+from ddp_profiler.keeper import RunKeeper
 from ddp_profiler.record import paths
 from tests.integration.conftest import environment
+from tests.unit.test_record import run_info
 
 SCRIPT = Path(__file__).parent / "scripts" / "on_a_disk.py"
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -62,7 +64,12 @@ def observed(what, folder, port):
 @pytest.mark.distributed
 def test_training_goes_on_when_the_disk_is_full_or_gone(tmp_path):
     ports = iter(free_ports(4))
-    with small_disk(tmp_path / "full", "32k") as full, small_disk(tmp_path / "gone", "1m") as gone:
+    with contextlib.ExitStack() as disks:
+        full, gone, small = (
+            disks.enter_context(small_disk(tmp_path / name, size))
+            for name, size in (("full", "64k"), ("gone", "1m"), ("small", "24k"))
+        )
+        # The study's disk fills up by itself; the scripts' is filled by the script.
         running = {
             "plain": start(SCRIPT, "nothing", tmp_path, port=next(ports)),
             "full": observed("full", full / "run", next(ports)),
@@ -70,11 +77,13 @@ def test_training_goes_on_when_the_disk_is_full_or_gone(tmp_path):
             # A study, whose record does not fit: that is what it is run for.
             "study": start(
                 *("-m", "ddp_profiler.run", "--model", "timed", "--steps", 4, "--warmup", 2),
-                *("--allreduce-max-mb", 1, "--out", full / "study"),
+                *("--allreduce-max-mb", 1, "--out", small / "study"),
                 port=next(ports),
             ),
         }
-        ended = {name: (*one.communicate(timeout=120), one.returncode) for name, one in running.items()}
+        ended = {
+            name: (*one.communicate(timeout=120), one.returncode) for name, one in running.items()
+        }
     digest = ended["plain"][0]
     assert re.fullmatch(r"[0-9a-f]{64}\n", digest)
     assert ended["plain"][2] == 7
@@ -87,9 +96,11 @@ def test_training_goes_on_when_the_disk_is_full_or_gone(tmp_path):
         assert "training goes on" in said[0]
         assert ("No space left" if name == "full" else "No such file") in said[0]
     out, err, code = ended["study"]
-    assert code in (2, 3), err
+    assert code == 3, err
     assert "Traceback" not in err
-    assert "No space left" in err
+    assert err.count("No space left on device") == 1, err
+    assert "the run folder takes no more" in err
+    assert "Make room" in err
 
 
 @needs_mount
@@ -99,6 +110,21 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
             paths.claim_folder(disk / "run")
         with pytest.raises(UsageError, match="cannot be used: Read-only"):
             paths.claim_default_folder("a", datetime(2026, 1, 1), disk)
+
+
+@needs_mount
+def test_a_disk_that_is_full_at_the_start_is_refused_and_nothing_is_left(tmp_path):
+    info = run_info()
+    with small_disk(tmp_path / "disk", "16k") as disk:
+        (disk / "filler").write_bytes(b"x" * 16384)
+        (disk / "run").mkdir()
+        for claim in (
+            lambda keeper: keeper.claim(disk / "run", info),
+            lambda keeper: keeper.claim_default("a", datetime(2026, 1, 1), info, disk),
+        ):
+            with pytest.raises(UsageError, match="cannot be used: No space left on device"):
+                claim(RunKeeper(0))
+        assert not list(disk.glob("**/run.json"))
 
 
 def test_runs_that_start_in_the_same_second_share_nothing(tmp_path):
