@@ -65,15 +65,19 @@ def _keys(columns: Columns) -> npt.NDArray[np.int64]:
 
 
 def _out_of_order(columns: Columns) -> int:
-    """Counts steps that begin before the step before them in their block has ended."""
+    """Counts steps that begin before an earlier step of their level ends, or that go back."""
     is_step = columns["kind"] == SpanKind.STEP
-    names = ("level", "repetition", "block", "step")
-    keys = np.stack([columns[name][is_step].astype(np.int64) for name in names])
-    order = np.lexsort(keys[::-1])
-    same_block = (np.diff(keys[:3, order], axis=1) == 0).all(axis=0)
-    begin, end = columns["begin_ns"][is_step][order], columns["end_ns"][is_step][order]
-    back = (begin[1:] < end[:-1] - _ROUNDING_NS) & same_block
-    return int(back.sum())
+    names = ("level", "repetition", "block", "step", "begin_ns", "end_ns")
+    level, repetition, block, step, begin, end = (
+        columns[name][is_step].astype(np.int64) for name in names
+    )
+    # A level's steps are one process's, one after the other, whatever their blocks.
+    order = np.lexsort((begin, level))
+    overlaps = (np.diff(level[order]) == 0) & (begin[order][1:] < end[order][:-1] - _ROUNDING_NS)
+    order = np.lexsort((step, block, repetition, level))
+    place = np.stack((level, repetition, block))[:, order]
+    back = (np.diff(place, axis=1) == 0).all(axis=0) & (np.diff(begin[order]) < -_ROUNDING_NS)
+    return int(overlaps.sum()) + int(back.sum())
 
 
 def _steps(columns: Columns) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:

@@ -28,7 +28,9 @@ from ddp_profiler.errors import (
 NAME = "ddp-profiler"
 
 _LONGEST_LINE = 1500
-_UNSEEN = re.compile("[\x7f-\x9f\xad\u0600-\u0605\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+_UNSEEN = re.compile(
+    "[\x7f-\x9f\xad\u0600-\u0605\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
+)
 """Characters that steer a terminal or the direction of text; JSON has them as they are."""
 
 _COMMANDS = {

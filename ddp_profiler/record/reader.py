@@ -190,7 +190,8 @@ def _check_schema(path: Path, schema: pa.Schema, rank: int) -> None:
     version = metadata.get(b"schema_version", b"missing").decode(errors="replace")
     if version != str(SCHEMA_VERSION):
         raise InputError(
-            f"{path} has schema version {version[:_MOST_SHOWN]}; this version reads {SCHEMA_VERSION}.",
+            f"{path} has schema version {version[:_MOST_SHOWN]}; this version reads "
+            f"{SCHEMA_VERSION}.",
             "Read it with the version of ddp_profiler that wrote it.",
         )
     # Records of earlier versions lack the columns that came later, which may all be null.

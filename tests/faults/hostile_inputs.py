@@ -30,12 +30,15 @@ import pyarrow as pa
 
 from ddp_profiler.cli import error_text, main
 from ddp_profiler.errors import DdpProfilerError
-from ddp_profiler.record import paths, reader, writer
+from ddp_profiler.record import reader, writer
 from ddp_profiler.record.writer import NULL, SPAN_SCHEMA
 from tests.unit import kineto, traced_job
 
 SEED = Path(__file__).with_name("seed_run.tar.gz")
 """A study at dp = 1 and 2 with 2 steps under torch.profiler, as the tool wrote it."""
+
+WIDE = ("--ranks-per-node", "64", "--bandwidth-gbps", "10")
+"""Without it nothing is known of networks between nodes, and nothing is predicted."""
 
 LIMIT_S = 20.0
 """So long one input may take: far more than any needs, far less than a hang."""
@@ -145,7 +148,9 @@ def mutate_bytes(draw, data, others=(b"",)):
         elif how == 3:
             data[at:at] = data[at : at + draw.choice((1, 8, 200, 5000))]
         elif how == 4:
-            data[at:at] = draw.choice((b"\0" * 9, b"\xff" * 9, b"\xff\xfe", b"\x1b[2J", b"\xed\xa0\x80"))
+            data[at:at] = draw.choice(
+                (b"\0" * 9, b"\xff" * 9, b"\xff\xfe", b"\x1b[2J", b"\xed\xa0\x80")
+            )
         elif how == 5:
             number = int(draw.choice((0, 1, -1, 2**31 - 1, -(2**31), 2**30, 2**63 - 1, -(2**63))))
             wide = draw.random() < 0.5 or abs(number) > 2**31
@@ -159,7 +164,9 @@ def mutate_bytes(draw, data, others=(b"",)):
         elif how == 7:
             data[at : at + 8] = bytes(draw.randrange(256) for _ in range(8))
         else:
-            data[at:at] = draw.choice((b"[" * 5000, b'{"a":' * 5000, b'"', b",", b"9" * 400, b"e999"))
+            data[at:at] = draw.choice(
+                (b"[" * 5000, b'{"a":' * 5000, b'"', b",", b"9" * 400, b"e999")
+            )
     return bytes(data)
 
 
@@ -193,14 +200,20 @@ def mutate_columns(draw, columns):
         some = np.array(sorted(draw.sample(range(rows), min(rows, draw.choice((1, 3, 40))))), int)
         how = draw.randrange(9)
         if how == 0:
-            value = draw.choice(_NS if name.endswith("_ns") or name == "value" else (-1, 0, 1, 99, 2**31 - 1, -(2**31), 32767))
+            value = draw.choice(
+                _NS
+                if name.endswith("_ns") or name == "value"
+                else (-1, 0, 1, 99, 2**31 - 1, -(2**31), 32767)
+            )
             columns[name][some] = value
         elif how == 1:
             columns[name][some] = -columns[name][some]
         elif how == 2:
             columns = {key: np.delete(values, some) for key, values in columns.items()}
         elif how == 3:
-            columns = {key: np.concatenate((values, values[some])) for key, values in columns.items()}
+            columns = {
+                key: np.concatenate((values, values[some])) for key, values in columns.items()
+            }
         elif how == 4:
             order = np.array(draw.sample(range(rows), rows), int)
             columns = {key: values[order] for key, values in columns.items()}
@@ -401,7 +414,7 @@ def target_page(draw, seeds):
 def target_predict(draw, seeds):
     work = fresh(seeds)
     draw.choice((change_run_json, change_rank_file))(draw, seeds, work)
-    return ["predict", str(work), "--dp", draw.choice(("4", "2,8", "1000000"))]
+    return ["predict", str(work), "--dp", draw.choice(("4", "2,8", "1000")), *WIDE]
 
 
 def target_compare(draw, seeds):
@@ -507,7 +520,18 @@ def target_odd_files(draw, seeds):
         path = work / draw.choice(names)
         if path.parent.is_dir():
             put_odd_file(draw, path)
-    return [*draw.choice((["analyze"], ["page"], ["summary"], ["trace", "--jobs", "1"], ["predict", "--dp", "4"])), str(work)]
+    return [
+        *draw.choice(
+            (
+                ["analyze"],
+                ["page"],
+                ["summary"],
+                ["trace", "--jobs", "1"],
+                ["predict", "--dp", "4", *WIDE],
+            )
+        ),
+        str(work),
+    ]
 
 
 TARGETS = {
