@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,9 @@ for step in range(30):
     optimizer.zero_grad()
     model(torch.randn(8, 64)).square().mean().backward()
     optimizer.step()
+if what == "hold":
+    # So that who looks at what is open has the time for it.
+    time.sleep(1.5)
 digest = hashlib.sha256()
 for parameter in model.parameters():
     digest.update(parameter.detach().numpy().tobytes())
