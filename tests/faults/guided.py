@@ -4,6 +4,7 @@ Needs atheris, which is not among the test's requirements. It mutates bytes and 
 new lines of ours. Whatever comes out but our own errors ends it with the input's file.
 """
 
+import contextlib
 import shutil
 import sys
 import tempfile
@@ -56,10 +57,8 @@ def main():
     read = READ[target]
 
     def one(data):
-        try:
+        with contextlib.suppress(DdpProfilerError):
             read(data)
-        except DdpProfilerError:
-            pass
 
     corpus = HOME / "corpus"
     corpus.mkdir()
