@@ -12,14 +12,14 @@ import sys
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import run
 from torch.distributed import TCPStore as _Store  # type: ignore[attr-defined]
+from torch.distributed import run
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
 LOOPBACK = "127.0.0.1"
 
 
-class _LoopbackStore(_Store):  # type: ignore[misc]
+class _LoopbackStore(_Store):
     """A store whose server, if this process has it, listens on the loopback interface."""
 
     def __init__(
@@ -41,7 +41,7 @@ class _LoopbackStore(_Store):  # type: ignore[misc]
 def main(arguments: list[str] | None = None) -> None:
     """Runs torchrun on this machine alone; arguments are torchrun's."""
     # The store that nodes meet in, and the one of the ranks, which the agent opens for them.
-    c10d_rendezvous_backend.TCPStore = _LoopbackStore
+    c10d_rendezvous_backend.TCPStore = _LoopbackStore  # type: ignore[attr-defined]
     dist.TCPStore = _LoopbackStore  # type: ignore[attr-defined]
     given = sys.argv[1:] if arguments is None else arguments
     run.main(["--standalone", f"--local-addr={LOOPBACK}", *given])
