@@ -70,7 +70,8 @@ def read_captured(
         compared = []
         for split in found.ranks:
             if split.rank not in records and split.rank in paths.rank_files(folder):
-                records[split.rank] = _record(folder, split.rank, info.run_id)
+                spans = reader.read_rank_of(folder, split.rank, info.run_id)
+                records[split.rank] = spans.columns
             if split.rank in records:
                 own = own_steps(split.rank, records[split.rank], index)
                 if own.collectives.size:
@@ -92,16 +93,6 @@ def _refuse_strangers(found: TraceSet, level: LevelSettings, folder: Path) -> No
                 f"{level.id} of {folder}.",
                 "Keep the traces where the run has written them.",
             )
-
-
-def _record(folder: Path, rank: int, run_id: str) -> Columns:
-    spans = reader.read_rank(folder, rank)
-    if spans.run_id != run_id:
-        raise InputError(
-            f"{paths.rank_file(folder, rank)} belongs to the run {spans.run_id}, not to {run_id}.",
-            "Keep the files of different runs in folders of their own.",
-        )
-    return spans.columns
 
 
 def own_steps(rank: int, columns: Columns, level: int) -> OwnSteps:

@@ -6,6 +6,7 @@ end of a run whose nodes share no file system is here too: bringing their parts 
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import socket
 import threading
@@ -58,8 +59,7 @@ class RunKeeper:
         """
         folder = paths.tidy(folder)
         paths.claim_folder(folder)
-        self.folder, self.info = folder, info
-        self.update()
+        self._describe_claim(folder, info)
 
     def claim_default(self, name: str, now: datetime, info: RunInfo, below: Path = Path()) -> None:
         """Claims a fresh folder in ``below``/runs/ for a run and describes the run there.
@@ -67,8 +67,25 @@ class RunKeeper:
         Raises:
             UsageError: It cannot be written.
         """
-        self.folder, self.info = paths.claim_default_folder(name, now, below), info
-        self.update()
+        self._describe_claim(paths.claim_default_folder(name, now, below), info)
+
+    def _describe_claim(self, folder: Path, info: RunInfo) -> None:
+        """Describes the run in a folder that was claimed, or gives it back.
+
+        Raises:
+            UsageError: The disk takes no more.
+        """
+        self.folder, self.info = folder, info
+        try:
+            self.update()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                paths.release_folder(folder)
+            self.folder = self.info = None
+            raise UsageError(
+                f"The output folder {folder} cannot be used: {error.strerror or error}.",
+                "Make room there, or choose another folder with --out.",
+            ) from None
 
     def update(self, **changes: Any) -> None:
         """Writes ``run.json`` with some fields changed, where this rank keeps one."""

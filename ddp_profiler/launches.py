@@ -59,7 +59,7 @@ def plan_launches(
         folder = out / "launches" / f"dp{dp}"
         command = (
             sys.executable,
-            *("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={dp}"),
+            *("-m", "ddp_profiler.loopback", f"--nproc_per_node={dp}"),
             *("-m", "ddp_profiler.run", *options, "--out", str(folder)),
             *divided(script, keep_global_batch, dp),
         )
@@ -166,6 +166,10 @@ def environment(largest_dp: int, tell: Callable[[str], None]) -> dict[str, str]:
         threads = max(1, cores // largest_dp)
         environ["OMP_NUM_THREADS"] = str(threads)
         tell(f"{threads} thread{'s' if threads > 1 else ''} a rank (OMP_NUM_THREADS chooses)")
+    if sys.platform == "linux":
+        # One machine: nobody else need reach the ranks.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environ.setdefault(name, "lo")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environ.pop(name, None)
     return environ

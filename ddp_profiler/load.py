@@ -70,14 +70,15 @@ def _read(folder: Path) -> tuple[RunInfo, list[RankRecord], list[int]]:
     found = paths.rank_files(folder)
     if not found:
         raise InputError(f"{folder} holds no rank-*.arrows: nothing was measured.", "Run it again.")
+    most = max(found)
+    if most >= info.world_size:
+        raise InputError(
+            f"{found[most]} is of a rank that the run of {info.world_size} ranks does not have.",
+            "Keep the files of different runs in folders of their own.",
+        )
     records, incomplete = [], []
     for rank in found:
-        spans = reader.read_rank(folder, rank)
-        if spans.run_id != info.run_id:
-            raise InputError(
-                f"{found[rank]} belongs to the run {spans.run_id}, not to {info.run_id}.",
-                "Keep the files of different runs in folders of their own.",
-            )
+        spans = reader.read_rank_of(folder, rank, info.run_id)
         records.append(rank_record(info, rank, spans.columns))
         if not spans.complete:
             incomplete.append(rank)

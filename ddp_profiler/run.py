@@ -6,6 +6,7 @@ Every rank runs it. It wires workload, measurement, record and report together.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import socket
@@ -45,6 +46,13 @@ NAME = "ddp_profiler.run"
 _TIMED_OUT = (
     "A rank has died or hangs, or a link is down; --timeout S waits longer. What was measured "
     "before is kept."
+)
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOENT, errno.EIO, errno.ESTALE)
+"""What writing to a folder meets whose disk is full, read-only or gone."""
+_DISK_REMEDY = (
+    "What reached the disk before is kept: ddp-profiler analyze shows it. Make room, or choose "
+    "another folder with --out."
 )
 
 
@@ -134,6 +142,8 @@ class _Worker:
         """All levels are measured, and what follows is an extra."""
         self._nothing_measured = False
         """The settings were refused before anything was recorded."""
+        self._said_unkept = False
+        """It was said that run.json cannot be written."""
 
     def run(self) -> int:
         rank = self.topology.rank
@@ -213,12 +223,12 @@ class _Worker:
             if self.config.debug:
                 traceback.print_exc()
             message = _one_line(error)
-            failure = InputError(
-                f"{where} failed in {phase.name}: {message}",
-                _TIMED_OUT
-                if "timed out" in message.lower()
-                else "--debug shows the stack trace; what was measured before is kept.",
-            )
+            remedy = "--debug shows the stack trace; what was measured before is kept."
+            if "timed out" in message.lower():
+                remedy = _TIMED_OUT
+            elif isinstance(error, OSError) and error.errno in _DISK:
+                message, remedy, self._said_unkept = _of_disk(error), _DISK_REMEDY, True
+            failure = InputError(f"{where} failed in {phase.name}: {message}", remedy)
             self._give_up(aftermath, phase.name, message, failure)
         code = EXIT_DONE
         if self.topology.rank == 0:
@@ -476,7 +486,14 @@ class _Worker:
             status = "complete" if self._complete else "failed"
             self._keeper.update(status=status, failures=failures, phases=phases)
         except OSError as error:
-            _say(f"run.json cannot be written: {error}")
+            # Tried again with more that is known, and said once.
+            if not self._said_unkept:
+                self._said_unkept = True
+                _say(f"run.json cannot be written: {error.strerror or error}")
+
+
+def _of_disk(error: OSError) -> str:
+    return f"the run folder takes no more: {os.strerror(error.errno or 0)}"
 
 
 def _propose(folder: Path) -> Any:
@@ -544,7 +561,9 @@ def _conclude(folder: Path, debug: bool) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        failure = InputError(f"The result could not be shown: {_one_line(error)}", again)
+        disk = isinstance(error, OSError) and error.errno in _DISK
+        reason = f"{error}" if disk else _one_line(error)
+        failure = InputError(f"The result could not be written and shown: {reason}", again)
         return _complain(failure, speaks=True)
     return EXIT_DONE
 

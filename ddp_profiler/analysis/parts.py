@@ -373,7 +373,8 @@ def ready_times(columns: Columns, level: int, parameters: int) -> Floats:
     spans = {name: values[chosen].astype(np.int64) for name, values in columns.items()}
     key = call_keys(step_keys(spans["repetition"], spans["step"]), spans["micro_step"])
     is_call = spans["kind"] == SpanKind.BACKWARD
-    is_ready = (spans["kind"] == SpanKind.GRADIENT_READY) & (spans["index"] < parameters)
+    is_ready = spans["kind"] == SpanKind.GRADIENT_READY
+    is_ready &= (spans["index"] >= 0) & (spans["index"] < parameters)
     begin = spans["begin_ns"][is_call]
     call = Lookup(key[is_call]).find(key[is_ready])
     index = spans["index"][is_ready][call >= 0]

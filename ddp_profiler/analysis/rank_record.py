@@ -14,6 +14,7 @@ import numpy as np
 from ddp_profiler.analysis.clocks import CommonClock
 from ddp_profiler.analysis.condensed import condense
 from ddp_profiler.analysis.parts import Columns, Floats, Steps, ready_times, steps_of
+from ddp_profiler.analysis.soundness import Soundness, examine
 from ddp_profiler.schema import CONDENSED_COLUMNS, RunInfo, SpanKind, Variant
 
 _DERIVED = (
@@ -59,6 +60,7 @@ class RankRecord:
         steps: Its steps by level and variant; combinations without spans are absent.
         ready: When each parameter's gradient is ready, in ms after backward was called, by level.
         clock_uncertainty_ns: By how much times on the common clock may be off, by level.
+        soundness: Where its record contradicts itself.
     """
 
     rank: int
@@ -66,6 +68,7 @@ class RankRecord:
     steps: Mapping[tuple[int, Variant], Steps]
     ready: Mapping[int, Floats]
     clock_uncertainty_ns: Mapping[int, float]
+    soundness: Soundness
 
     def steps_of(self, level: int, variant: Variant) -> Steps | None:
         """Returns the steps of a level's variant; None where there are none."""
@@ -110,7 +113,7 @@ def rank_record(info: RunInfo, rank: int, columns: Columns) -> RankRecord:
         for index in range(len(info.levels))
     }
     kept = _without(columns, _LOCAL if _is_script(info, columns) else _IN_STEPS)
-    return RankRecord(rank, kept, steps, ready, uncertainty)
+    return RankRecord(rank, kept, steps, ready, uncertainty, examine(columns, len(info.levels)))
 
 
 def without_kineto(columns: Columns) -> Columns:

@@ -38,6 +38,10 @@ class Distribution:
     ci95: tuple[float, float] | None
 
 
+_LARGEST = 1e70
+"""What is measured lies far below; products of four such numbers are still finite."""
+
+
 def summarize(values: Floats, repetition: Ints | None = None) -> Distribution | None:
     """Summarizes times in ms, given in their order in time; None where there are none.
 
@@ -149,6 +153,9 @@ def ratio_interval(numerators: Floats, denominators: Floats) -> tuple[float, flo
     """
     count = len(numerators)
     if count < 2:
+        return None
+    if max(np.abs(numerators).max(), np.abs(denominators).max()) > _LARGEST:
+        # Their squares would be beyond a double.
         return None
     top, bottom = float(numerators.mean()), float(denominators.mean())
     t_squared = _student(count - 1) ** 2

@@ -52,6 +52,7 @@ from ddp_profiler.analysis.results import (
 from ddp_profiler.analysis.roofline import describe_hardware, roofline
 from ddp_profiler.analysis.sampled import sampled_windows
 from ddp_profiler.analysis.scaling import Scaling, pop, scale
+from ddp_profiler.analysis.soundness import contradictions
 from ddp_profiler.analysis.statistics import Distribution
 from ddp_profiler.analysis.stragglers import Arrivals, Straggler, find_stragglers
 from ddp_profiler.schema import SCHEMA_VERSION, LevelFacts, LevelSettings, RunInfo, Variant
@@ -162,6 +163,7 @@ def _summary(
     notes += _missing_notes(info, missing)
     if incomplete:
         notes.append(f"The record of {units.ranks(incomplete)} was cut: the run did not end.")
+    notes += contradictions({record.rank: record.soundness for record in records})
     clocks = offsets(info)
     notes += _clock_notes(clocks)
     notes += _contention_notes(info)
@@ -379,6 +381,9 @@ def _common(ranks: Sequence[Steps]) -> tuple[Steps, ...]:
     """Keeps the steps that all ranks have: of a run that was cut, some lack the last ones."""
     keys = [steps.key for steps in ranks]
     shared = functools.reduce(np.intersect1d, keys) if keys else np.empty(0)
+    if not len(shared):
+        # Of a damaged record: it is as if there were none.
+        return ()
     return tuple(
         steps if len(steps) == len(shared) else steps.only(np.isin(steps.key, shared))
         for steps in ranks

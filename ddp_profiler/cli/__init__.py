@@ -27,6 +27,12 @@ from ddp_profiler.errors import (
 
 NAME = "ddp-profiler"
 
+_LONGEST_LINE = 1500
+_UNSEEN = re.compile(
+    "[\x7f-\x9f\xad\u0600-\u0605\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
+)
+"""Characters that steer a terminal or the direction of text; JSON has them as they are."""
+
 _COMMANDS = {
     "analyze": "Show where the step time of a run went.",
     "report": "Write report.html and plots of a run.",
@@ -88,12 +94,28 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         print(f"{NAME}: {error_text(error)}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except (MemoryError, RecursionError):
+        if "--debug" in given:
+            raise
+        print(f"{NAME}: The input is too large or nested too deeply to be read.", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
     except OSError as error:
         # Such as help that stdout cannot take.
         if "--debug" in given:
             raise
         _discard_stdout()
-        print(f"{NAME}: {error}", file=sys.stderr)
+        print(f"{NAME}: {units.printable(error)}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    except Exception as error:
+        # Readers refuse what they cannot use; this is for what none of them has foreseen.
+        if "--debug" in given:
+            raise
+        text = units.printable((str(error).splitlines() or [""])[0][:200])
+        print(
+            f"{NAME}: The input cannot be used: {type(error).__name__}: {text}\n"
+            "If its files are sound, this is a mistake of ours: --debug shows the stack trace.",
+            file=sys.stderr,
+        )
         sys.exit(EXIT_BAD_INPUT)
     sys.exit(code if isinstance(code, int) else EXIT_DONE)
 
@@ -101,7 +123,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def error_text(error: DdpProfilerError) -> str:
     """Returns an error's lines; what names of files and runs hold is made safe for a terminal."""
     lines = (error.message, error.remedy) if error.remedy else (error.message,)
-    return "\n".join(units.printable(line) for line in lines)
+    return "\n".join(_shortened(units.printable(line)) for line in lines)
+
+
+def _shortened(line: str) -> str:
+    """Leaves out the middle of a line that a name from a file has made too long to be read."""
+    if len(line) <= _LONGEST_LINE:
+        return line
+    return f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 2 :]}"
 
 
 def write_out(text: str) -> None:
@@ -131,7 +160,11 @@ def write_out(text: str) -> None:
 
 
 def ascii_json(text: str, encoding: str | None) -> str:
-    """Returns JSON that the encoding can hold: other characters stand in strings only."""
+    """Returns JSON that the encoding can hold, and that steers no terminal.
+
+    Characters that are replaced stand in strings only.
+    """
+    text = _UNSEEN.sub(lambda found: json.dumps(found[0])[1:-1], text)
     try:
         text.encode(encoding or "utf-8")
     except (UnicodeEncodeError, LookupError):

@@ -68,9 +68,9 @@ def join_launches(
     for rank in range(largest.world_size):
         stream = writer.SpanWriter(out, rank, joined.run_id)
         try:
-            for index, folder in enumerate(launches):
+            for index, (folder, info) in enumerate(zip(launches, infos, strict=True)):
                 if rank in paths.rank_files(folder):
-                    columns = reader.read_rank(folder, rank).columns
+                    columns = reader.read_rank_of(folder, rank, info.run_id).columns
                     stream.write_columns({**columns, "level": 0 * columns["level"] + index})
         finally:
             stream.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 from collections.abc import Mapping
 from datetime import datetime
@@ -63,12 +64,49 @@ def kineto_file(folder: Path, level: str, rank: int) -> Path:
 
 def kineto_files(folder: Path, level: str) -> tuple[Path, ...]:
     """Returns the traces of a level that are there, in the order of ranks."""
-    return tuple(sorted(kineto_folder(folder, level).glob("rank-*.json.gz")))
+    found = kineto_folder(folder, level).glob("rank-*.json.gz")
+    # A pipe would be waited for.
+    return tuple(sorted(path for path in found if path.is_file()))
 
 
 def partial_file(target: Path) -> Path:
     """Returns the name of a file that comes from elsewhere until it is whole."""
     return target.with_name(f".{target.name}.partial")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file as a whole or not at all; what is there by that name is replaced.
+
+    A symbolic link is replaced itself: what a run folder from elsewhere holds cannot lead a
+    writer out of it.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        with partial.open("xb") as file:
+            file.write(data)
+        partial.replace(path)
+    except OSError:
+        # A disk that is full is not helped by what is half there.
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def make_plots_folder(folder: Path) -> Path:
+    """Makes the folder of the pictures, which must not be a link to elsewhere.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    plots = plots_folder(folder)
+    if plots.is_symlink():
+        raise OSError(f"{plots} is a link; remove it")
+    plots.mkdir(exist_ok=True)
+    return plots
 
 
 def replay_file(folder: Path, rank: int) -> Path:
@@ -81,7 +119,8 @@ def rank_files(folder: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for path in sorted(folder.glob("rank-*.arrows")):
         match = _RANK_PATTERN.fullmatch(path.name)
-        if match:
+        # With more zeros it would be another file of the same rank.
+        if match and path.name == rank_file(folder, int(match.group(1))).name:
             found[int(match.group(1))] = path
     return found
 

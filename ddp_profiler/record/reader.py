@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -13,9 +13,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ddp_profiler.errors import InputError
-from ddp_profiler.record import paths
+from ddp_profiler.record import checks, paths
 from ddp_profiler.record.writer import CONDENSED_SCHEMA, NULL, SPAN_SCHEMA
 from ddp_profiler.schema import NULLABLE_SPAN_COLUMNS, SCHEMA_VERSION, RunInfo
+
+_MOST_SHOWN = 200
+"""Characters of a file's text, or of a library's error, in an error of ours."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,19 @@ def read_run_info(folder: Path) -> RunInfo:
     """Reads ``run.json``.
 
     Raises:
-        InputError: Missing, not JSON, of an unknown schema version, or with wrong fields.
+        InputError: Missing, not JSON, of an unknown schema version, with wrong fields, or of what
+            cannot have run.
     """
     paths.require_run(folder)
     path = paths.run_file(folder)
-    raw = path.read_bytes()
+    raw = checks.read_json_bytes(path)
     if not raw.strip():
         raise InputError(
             f"{path} is empty: the run ended before it could describe itself.",
             "Run it again; there is nothing to analyse here.",
         )
     info: RunInfo = _decode(path, raw, RunInfo)
+    checks.check_run_info(path, info)
     return info
 
 
@@ -70,21 +75,36 @@ def read_summary(folder: Path) -> dict[str, Any]:
     path = paths.summary_file(folder)
     if not path.is_file():
         raise InputError(f"{path} is missing.", f"Make it with: ddp-profiler analyze {folder}")
-    summary: dict[str, Any] = _decode(path, path.read_bytes(), dict[str, Any])
+    summary: dict[str, Any] = _decode(path, checks.read_json_bytes(path), dict[str, Any])
     return summary
 
 
 def _decode(path: Path, raw: bytes, kind: Any) -> Any:
     try:
-        version = msgspec.json.decode(raw, type=dict[str, Any]).get("schema_version")
-        if version != SCHEMA_VERSION:
+        values = msgspec.json.decode(raw, type=dict[str, Any])
+        version = values.get("schema_version")
+        # True is 1 to Python.
+        if type(version) is not int or version != SCHEMA_VERSION:
             raise InputError(
-                f"{path} has schema version {version!r}; this version reads {SCHEMA_VERSION}.",
+                f"{path} has schema version {_short(version)}; this version reads "
+                f"{SCHEMA_VERSION}.",
                 "Read it with the version of ddp_profiler that wrote it.",
             )
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.DecodeError as error:
-        raise InputError(f"{path} cannot be read: {error}.", "The file is damaged.") from None
+        checks.check_numbers(path, values)
+        return values if kind == dict[str, Any] else msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        reason = str(error).splitlines()[0][:_MOST_SHOWN]
+        raise InputError(f"{path} cannot be read: {reason}.", "The file is damaged.") from None
+    except (RecursionError, MemoryError):
+        raise InputError(
+            f"{path} cannot be read: it is nested too deeply, or too large.", "The file is damaged."
+        ) from None
+
+
+def _short(value: object) -> str:
+    """Returns a value of a file for an error's line."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def read_rank(folder: Path, rank: int) -> RankSpans:
@@ -97,28 +117,39 @@ def read_rank(folder: Path, rank: int) -> RankSpans:
     batches: list[pa.RecordBatch] = []
     complete, condensed = True, False
     try:
-        with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as stream:
-            _check_schema(path, stream.schema, rank)
-            condensed = _is_condensed(stream.schema)
-            run_id = (stream.schema.metadata or {}).get(b"run_id", b"").decode(errors="replace")
+        with checks.open_regular(path) as file, pa.PythonFile(file, "r") as source:
+            messages = pa.ipc.MessageReader.open_stream(source)
+            schema = pa.ipc.read_schema(messages.read_next_message())
+            _check_schema(path, schema, rank)
+            condensed = _is_condensed(schema)
+            run_id = (schema.metadata or {}).get(b"run_id", b"").decode(errors="replace")
             while True:
                 try:
-                    batch = stream.read_next_batch()
+                    message = messages.read_next_message()
+                    # Before it is unpacked, for which Arrow believes what it says of its size.
+                    if checks.is_compressed(message.metadata.to_pybytes()):
+                        raise InputError(
+                            f"{path} is compressed, as no record is.",
+                            "The file was not written by ddp_profiler.",
+                        )
+                    batch = pa.ipc.read_record_batch(message, schema)
                     batch.validate(full=True)
                 except StopIteration:
                     break
+                except InputError:
+                    raise
                 except Exception:
                     # On damaged bytes Arrow raises errors of many kinds.
                     complete = False
                     break
                 batches.append(batch)
-            complete = complete and _ended(path)
+            complete = complete and _ended(file)
     except FileNotFoundError:
         raise InputError(f"{path} is missing.", "The record of this rank was lost.") from None
     except InputError:
         raise
     except Exception as error:
-        cause = (str(error) or type(error).__name__).splitlines()[0]
+        cause = (str(error) or type(error).__name__).splitlines()[0][:_MOST_SHOWN]
         raise InputError(
             f"{path} is not a span stream: {cause}.",
             "The file is damaged or was not written by ddp_profiler.",
@@ -132,15 +163,31 @@ def read_rank(folder: Path, rank: int) -> RankSpans:
     return RankSpans(rank, run_id, columns, complete, condensed)
 
 
+def read_rank_of(folder: Path, rank: int, run_id: str) -> RankSpans:
+    """Reads one rank's spans of a run, and refuses what nothing could have recorded.
+
+    Raises:
+        InputError: As :func:`read_rank`; the file is another run's; a span cannot be.
+    """
+    spans = read_rank(folder, rank)
+    path = paths.rank_file(folder, rank)
+    if spans.run_id != run_id:
+        raise InputError(
+            f"{path} belongs to the run {spans.run_id[:_MOST_SHOWN]}, not to {run_id}.",
+            "Keep the files of different runs in folders of their own.",
+        )
+    checks.check_columns(path, spans.columns, NULL)
+    return spans
+
+
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-def _ended(path: Path) -> bool:
+def _ended(file: BinaryIO) -> bool:
     """Tells whether the stream has its end mark: a reader alone takes a cut one for an end."""
-    with path.open("rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - len(_END_OF_STREAM)))
-        return file.read() == _END_OF_STREAM
+    file.seek(0, 2)
+    file.seek(max(0, file.tell() - len(_END_OF_STREAM)))
+    return file.read() == _END_OF_STREAM
 
 
 def _is_condensed(schema: pa.Schema) -> bool:
@@ -152,7 +199,8 @@ def _check_schema(path: Path, schema: pa.Schema, rank: int) -> None:
     version = metadata.get(b"schema_version", b"missing").decode(errors="replace")
     if version != str(SCHEMA_VERSION):
         raise InputError(
-            f"{path} has schema version {version}; this version reads {SCHEMA_VERSION}.",
+            f"{path} has schema version {version[:_MOST_SHOWN]}; this version reads "
+            f"{SCHEMA_VERSION}.",
             "Read it with the version of ddp_profiler that wrote it.",
         )
     # Records of earlier versions lack the columns that came later, which may all be null.
@@ -161,8 +209,9 @@ def _check_schema(path: Path, schema: pa.Schema, rank: int) -> None:
     if not schema.equals(pa.schema(known)):
         raise InputError(f"{path} has other columns than a span stream.", "The file is damaged.")
     if metadata.get(b"rank") != str(rank).encode():
+        writer = metadata.get(b"rank", b"?").decode(errors="replace")
         raise InputError(
-            f"{path} was written by rank {metadata.get(b'rank', b'?').decode(errors='replace')}.",
+            f"{path} was written by rank {writer[:_MOST_SHOWN]}.",
             "Rank files must keep their names.",
         )
 

@@ -6,6 +6,7 @@ nothing for it. Figures belong to no window and change no setting of matplotlib.
 
 from __future__ import annotations
 
+import io
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -612,15 +613,15 @@ _PICTURES = {
 
 def save_all(summary: Summary, folder: Path) -> list[Path]:
     """Saves the pictures that apply to a summary below a run folder; returns their paths."""
-    plots = paths.plots_folder(folder)
     saved = []
     for name, draw in _PICTURES.items():
         figure = draw(summary)
         if figure is None:
             continue
-        plots.mkdir(exist_ok=True)
-        path = plots / f"{name}.png"
-        figure.savefig(path, dpi=_DPI)
+        path = paths.make_plots_folder(folder) / f"{name}.png"
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=_DPI, format="png")
+        paths.write_whole(path, picture.getvalue())
         saved.append(path)
     return saved
 

@@ -104,12 +104,12 @@ def render(
         console.print(_parts(found[begin : begin + _COLUMNS]))
         console.print()
     for line in _back_test_heading(tests):
-        console.print(Text(line))
+        console.print(Text(units.printable(line)))
     if tests.tests:
         console.print(_back_tests(tests))
     console.print()
     for model in networks:
-        console.print(Text(_network_line(model)))
+        console.print(Text(units.printable(_network_line(model))))
     notes = _notes(found)
     if notes:
         console.print()
@@ -163,7 +163,7 @@ def _parts(found: Sequence[Prediction]) -> Table:
 def _back_test_heading(tests: BackTests) -> list[str]:
     if tests.why_not is not None:
         return [f"Back-test: not possible: {tests.why_not}."]
-    rest = ", ".join(units.printable(name) for name in tests.left_out)
+    rest = ", ".join(tests.left_out)
     alone = f" Not {rest}: the only one of its kind, or without a dp 1 to start from."
     return [
         "Back-test: each measured level predicted from the others."

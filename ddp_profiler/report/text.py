@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 from rich import box
 from rich.console import Console
@@ -17,6 +18,11 @@ _ASCII_BOX = {
     code: "-" if chr(code) in "─━┄┅┈┉╌╍═╴╶╸╺╼╾" else "|" if chr(code) in "│┃┆┇┊┋╎╏║╵╷╹╻╽╿" else "+"
     for code in range(0x2500, 0x2580)
 }
+
+_STEERS = re.compile(
+    "(\x1b\\[[0-9;]*m)|[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u180e"
+    "\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
+)
 
 
 def text_console(output: io.StringIO, *, color: bool) -> Console:
@@ -57,15 +63,22 @@ def for_encoding(text: str, encoding: str | None) -> str:
     r"""Returns a text that a stream of this encoding can take.
 
     A text that it can take already stays as it is. Else the lines of tables become ASCII,
-    and other characters that cannot be encoded are escaped.
+    and other characters that cannot be encoded are escaped. So are those that steer a terminal
+    or the direction of text, but for colours: names are made safe where they are put in, and
+    this is for one that was forgotten.
 
     >>> for_encoding("── é ±", "ascii"), for_encoding("── é ±", "utf-8")
     ('-- \\xe9 \\xb1', '── é ±')
+    >>> for_encoding("\x1b[1mbold\x1b[0m \x1b]0;title\x07", "utf-8") == (
+    ...     "\x1b[1mbold\x1b[0m " + r"\x1b]0;title\x07"
+    ... )
+    True
 
     Args:
         text: Any text.
         encoding: As ``sys.stdout.encoding`` says; None for a stream that takes everything.
     """
+    text = _STEERS.sub(lambda found: found[1] or units.printable(found[0]), text)
     if encoding is None:
         return text
     try:

@@ -24,7 +24,8 @@ def test_each_dp_has_a_launch_of_its_own(tmp_path):
     assert (first.dp, second.dp) == (1, 2)
     assert first.folder != second.folder
     words = second.command
-    assert "--standalone" in words  # A port that is free, so that two studies can run at once.
+    # A port that is free, so that two studies can run at once, and that nobody else can reach.
+    assert words[1:3] == ("-m", "ddp_profiler.loopback")
     assert "--nproc_per_node=2" in words
     assert words[words.index("-m", 3) :][:2] == ("-m", "ddp_profiler.run")
     assert words[-4:] == SCRIPT

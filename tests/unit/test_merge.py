@@ -49,7 +49,8 @@ def make_part(folder, ranks, description=None, **stream):
     folder.mkdir(parents=True)
     writer.write_run_info(folder, description or info())
     for rank in ranks:
-        write_stream(folder, [batch(20 * rank), batch(20 * rank + 10)], rank, **stream)
+        batches = [{**batch(20 * rank + more), "level": [0, 0]} for more in (0, 10)]
+        write_stream(folder, batches, rank, **stream)
     return folder
 
 

@@ -53,7 +53,9 @@ def run_info(**changes) -> RunInfo:
 def batch(first: int, rows: int = 2) -> dict[str, list[int | None]]:
     """A batch in which each number tells its place."""
     columns = {name: [first + i for i in range(rows)] for name in NAMES}
-    return {**columns, "end_ns": [None] + [first + i for i in range(1, rows)]}
+    ends = [None] + [first + i for i in range(1, rows)]
+    # No steps (kind 0): those have an end.
+    return {**columns, "kind": [first + 1 + i for i in range(rows)], "end_ns": ends}
 
 
 def write_stream(folder: Path, batches, rank=0, run_id="run-1", close=True) -> Path:

@@ -159,7 +159,7 @@ class ScriptClocks:
         with contextlib.suppress(OSError), connection:
             connection.settimeout(_TRY_S)
             _no_delay(connection)
-            if _receive(connection, len(token)) != token:
+            if not secrets.compare_digest(_receive(connection, len(token)), token):
                 return
             connection.sendall(token)
             connection.settimeout(None)

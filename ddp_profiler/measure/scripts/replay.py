@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pickle
+import stat
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,8 +103,12 @@ class Replay:
         kept.finish()
         if kept.share is not None:
             try:
-                # Not torch.save, which may be observed.
-                torch.serialization.save(vars(kept.share), path)
+                path.unlink(missing_ok=True)
+                # Another user can neither have put it there nor change it.
+                flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
+                with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+                    # Not torch.save, which may be observed.
+                    torch.serialization.save(vars(kept.share), file)
             except Exception as error:
                 path.unlink(missing_ok=True)
                 kept.give_up(
@@ -265,12 +271,27 @@ def not_compared(problem: str) -> BatchProof:
 
 
 def _load(path: Path, device: torch.device) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-    except pickle.UnpicklingError:
-        # Batches of other types; the file is as much to be trusted as the script that wrote it.
-        found = torch.load(path, map_location=device, weights_only=False)
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        try:
+            found: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
+        except pickle.UnpicklingError:
+            # Batches of other types. What is read may run code, and is this user's own, as the
+            # script is that wrote it.
+            held = os.fstat(file.fileno())
+            if not _is_own(held.st_uid, held.st_mode):
+                raise CannotKeepError(
+                    f"{path.name} holds other types than tensors, and another user may have "
+                    "written it"
+                ) from None
+            file.seek(0)
+            found = torch.load(file, map_location=device, weights_only=False)
     return found
+
+
+def _is_own(owner: int, mode: int) -> bool:
+    """Tells whether a file is this user's, and nobody else's to write."""
+    return stat.S_ISREG(mode) and owner == os.getuid() and not mode & 0o022
 
 
 def _first(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -45,9 +44,7 @@ def render(summary: Summary, details: Sequence[LevelDetail], outlook: Outlook) -
 def save(summary: Summary, details: Sequence[LevelDetail], outlook: Outlook, folder: Path) -> Path:
     """Writes ``report.html`` into a run folder, as a whole or not at all; returns its path."""
     path = paths.report_file(folder)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(render(summary, details, outlook), encoding="utf-8")
-    partial.replace(path)
+    paths.write_whole(path, render(summary, details, outlook).encode())
     return path
 
 
