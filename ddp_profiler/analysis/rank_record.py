@@ -83,6 +83,7 @@ def rank_record(info: RunInfo, rank: int, columns: Columns) -> RankRecord:
         rank: Global rank.
         columns: Its spans by column, condensed or not.
     """
+    soundness = examine(columns, len(info.levels))
     columns = condense(without_kineto(columns))
     place = columns["level"].astype(np.int64) << 8 | columns["variant"].astype(np.int64)
     order = np.argsort(place, kind="stable")
@@ -113,7 +114,7 @@ def rank_record(info: RunInfo, rank: int, columns: Columns) -> RankRecord:
         for index in range(len(info.levels))
     }
     kept = _without(columns, _LOCAL if _is_script(info, columns) else _IN_STEPS)
-    return RankRecord(rank, kept, steps, ready, uncertainty, examine(columns, len(info.levels)))
+    return RankRecord(rank, kept, steps, ready, uncertainty, soundness)
 
 
 def without_kineto(columns: Columns) -> Columns:

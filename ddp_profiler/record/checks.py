@@ -277,13 +277,17 @@ def _first(wrong: npt.NDArray[np.bool_], what: str) -> Iterable[tuple[int, str]]
         yield int(np.argmax(wrong)), what
 
 
-def is_compressed(message: bytes) -> bool:
-    """Tells whether a record batch of an Arrow stream says that its body is compressed.
+def unpacked_bytes(message: bytes, body: memoryview) -> int | None:
+    """Tells what a record batch of an Arrow stream says that it unpacks to.
 
-    The tool never compresses: a body that unpacks to a thousand times its size is an attack.
+    Arrow believes it when it reads the batch, so it is asked before.
 
     Args:
         message: The message's metadata, a flatbuffer.
+        body: What it describes.
+
+    Returns:
+        Bytes; None if it is not compressed.
 
     Raises:
         struct.error: It is no such message.
@@ -291,9 +295,25 @@ def is_compressed(message: bytes) -> bool:
     root = struct.unpack_from("<I", message, 0)[0]
     header = _field(message, root, 2)
     if header is None:
-        return False
+        return None
     batch = header + struct.unpack_from("<I", message, header)[0]
-    return _field(message, batch, 3) is not None
+    if _field(message, batch, 3) is None:
+        return None
+    buffers = _field(message, batch, 2)
+    if buffers is None:
+        return 0
+    vector = buffers + struct.unpack_from("<I", message, buffers)[0]
+    count = struct.unpack_from("<I", message, vector)[0]
+    total = 0
+    for number in range(count):
+        offset, length = struct.unpack_from("<qq", message, vector + 4 + 16 * number)
+        if length >= 8:
+            if offset < 0 or offset + 8 > len(body):
+                raise struct.error("outside of the body")
+            # -1: left as it is.
+            said = struct.unpack_from("<q", body, offset)[0]
+            total += length if said == -1 else said if said >= 0 else _LARGEST
+    return total
 
 
 def _field(data: bytes, table: int, number: int) -> int | None:

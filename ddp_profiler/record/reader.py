@@ -17,6 +17,9 @@ from ddp_profiler.record import checks, paths
 from ddp_profiler.record.writer import CONDENSED_SCHEMA, NULL, SPAN_SCHEMA
 from ddp_profiler.schema import NULLABLE_SPAN_COLUMNS, SCHEMA_VERSION, RunInfo
 
+_MOST_RATIO = 256
+"""How many times its size a condensed record may unpack to: columns of zeros pack well."""
+_MOST_AT_ALL = 16 << 20
 _MOST_SHOWN = 200
 """Characters of a file's text, or of a library's error, in an error of ours."""
 
@@ -116,21 +119,23 @@ def read_rank(folder: Path, rank: int) -> RankSpans:
     path = paths.rank_file(folder, rank)
     batches: list[pa.RecordBatch] = []
     complete, condensed = True, False
+    unpacked = 0
     try:
         with checks.open_regular(path) as file, pa.PythonFile(file, "r") as source:
             messages = pa.ipc.MessageReader.open_stream(source)
             schema = pa.ipc.read_schema(messages.read_next_message())
             _check_schema(path, schema, rank)
             condensed = _is_condensed(schema)
+            most = _MOST_RATIO * path.stat().st_size + _MOST_AT_ALL
             run_id = (schema.metadata or {}).get(b"run_id", b"").decode(errors="replace")
             while True:
                 try:
                     message = messages.read_next_message()
-                    # Before it is unpacked, for which Arrow believes what it says of its size.
-                    if checks.is_compressed(message.metadata.to_pybytes()):
+                    unpacked += _unpacked(path, message, condensed)
+                    if unpacked > most:
                         raise InputError(
-                            f"{path} is compressed, as no record is.",
-                            "The file was not written by ddp_profiler.",
+                            f"{path} says that it unpacks to more than {most:,} bytes.",
+                            "The file is damaged or was not written by ddp_profiler.",
                         )
                     batch = pa.ipc.read_record_batch(message, schema)
                     batch.validate(full=True)
@@ -188,6 +193,18 @@ def _ended(file: BinaryIO) -> bool:
     file.seek(0, 2)
     file.seek(max(0, file.tell() - len(_END_OF_STREAM)))
     return file.read() == _END_OF_STREAM
+
+
+def _unpacked(path: Path, message: pa.ipc.Message, condensed: bool) -> int:
+    """Returns the bytes that a compressed batch unpacks to, before it is; 0 if it is none."""
+    body = message.body
+    size = checks.unpacked_bytes(message.metadata.to_pybytes(), memoryview(body or b""))
+    if size is not None and not condensed:
+        raise InputError(
+            f"{path} is compressed, as only condensed records are.",
+            "The file was not written by ddp_profiler.",
+        )
+    return size or 0
 
 
 def _is_condensed(schema: pa.Schema) -> bool:

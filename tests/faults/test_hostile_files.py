@@ -19,7 +19,7 @@ from ddp_profiler.load import load_report, load_summary
 from ddp_profiler.record import checks, parts, paths, reader, writer
 from ddp_profiler.report import plots
 from ddp_profiler.report.page import render
-from ddp_profiler.schema import SpanKind
+from ddp_profiler.schema import CONDENSED_COLUMNS, SPAN_COLUMNS, SpanKind
 from tests.faults import hostile_inputs as hostile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -222,14 +222,33 @@ def test_a_pipe_is_not_waited_for(seeds, name):
     assert codes == ([0, 0] if "kineto" in name else [3, 3])
 
 
-def test_only_batches_that_are_compressed_are_found():
-    few = {name: np.zeros(3, np.int64) for name in writer.SPAN_SCHEMA.names}
-    for codec in (None, "lz4", "zstd"):
-        data = hostile.stream_bytes(few, options=pa.ipc.IpcWriteOptions(compression=codec))
-        messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(data))
-        messages.read_next_message()
-        metadata = messages.read_next_message().metadata.to_pybytes()
-        assert checks.is_compressed(metadata) is (codec is not None)
+@pytest.mark.parametrize("codec", [None, "lz4", "zstd"])
+def test_what_a_batch_unpacks_to_is_known_before(codec):
+    few = {name: np.arange(3000) for name in writer.SPAN_SCHEMA.names}
+    data = hostile.stream_bytes(few, options=pa.ipc.IpcWriteOptions(compression=codec))
+    messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(data))
+    messages.read_next_message()
+    message = messages.read_next_message()
+    found = checks.unpacked_bytes(message.metadata.to_pybytes(), memoryview(message.body))
+    if codec is None:
+        assert found is None
+    else:
+        kinds = [pa.type_for_alias(column[1]).bit_width // 8 for column in SPAN_COLUMNS]
+        assert found == pytest.approx(3000 * sum(kinds), rel=0.1)
+
+
+def test_a_record_that_unpacks_to_too_much_is_refused(seeds, tmp_path):
+    work = tmp_path / "run"
+    shutil.copytree(seeds.run, work)
+    rows = 4_000_000
+    bomb = {name: np.zeros(rows, np.int64) for name in writer.SPAN_SCHEMA.names}
+    bomb |= {name: np.zeros(rows, np.int64) for name, _ in CONDENSED_COLUMNS}
+    path = paths.rank_file(work, 1)
+    run_id = reader.read_rank(work, 1).run_id
+    path.write_bytes(writer.condensed_stream(1, run_id, bomb))
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(InputError, match="unpacks to more than"):
+        load_summary(work)
 
 
 # -- names and paths ---------------------------------------------------------------------------
@@ -362,6 +381,7 @@ ALLOWED = {
     ("workload/importing.py", "import_module"),
     ("script.py", "_run_module_as_main"),
     ("script.py", "run_path"),
+    ("measure/nccl.py", "run_path"),
     ("script.py", "compile"),
     ("script.py", "exec"),
     # The vendor's library.
