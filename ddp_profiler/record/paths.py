@@ -71,6 +71,18 @@ def partial_file(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
 
 
+def half_written(path: Path, pid: int) -> Path:
+    """Returns the name under which a process writes a file before it is whole."""
+    return path.with_name(f".{path.name}.{pid}.partial")
+
+
+def remove_partials(folder: Path, pid: int) -> None:
+    """Removes the files that a process, which is dead or about to end, has left half written."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f".*.{pid}.partial"):
+            path.unlink(missing_ok=True)
+
+
 def replay_file(folder: Path, rank: int) -> Path:
     """Returns the path of the micro-batches that a rank keeps until the script has ended."""
     return folder / f".replay-{rank:05d}.pt"

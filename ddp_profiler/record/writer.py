@@ -92,6 +92,6 @@ def write_run_info(folder: Path, info: RunInfo) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """Writes a value as indented JSON, as a whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = paths.half_written(path, os.getpid())
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
     partial.replace(path)
