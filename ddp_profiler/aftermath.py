@@ -35,6 +35,8 @@ _END_S = 12.0
 _REPORT_S = 6.0
 """How long a rank stays so that rank 0 can keep and show the failure: when the first rank of a
 node ends, its launcher ends the others."""
+_PARK_S = 20.0
+"""A main thread that is kept ends the process at last, if whoever was to do it did not."""
 _WRITE_S = 3.0
 _SHOW_S = 5.0
 """What rank 0 may take to show what was measured, once it was told to end."""
@@ -89,6 +91,8 @@ class Aftermath:
         self._show = show
         self._lock = threading.Lock()
         self._taken = False
+        self._main_ends = False
+        self._told_late = False
         self._closed = False
         self._session: Session | None = None
         self._phase = Phase()
@@ -120,6 +124,7 @@ class Aftermath:
             self._siblings.ended(_LAUNCHER_S)
         if not self._take():
             self.park()
+        self._main_ends = True
         self._begin_to_end()
         if _CONSEQUENCE.search(message):
             self._note_stopped()
@@ -138,10 +143,15 @@ class Aftermath:
         if self._taken:
             self.park()
 
+    def hold(self) -> None:
+        """Keeps the main thread, unless it is what ends this process."""
+        if not self._main_ends:
+            self.park()
+
     def park(self) -> NoReturn:
         """Leaves the end of this process to another thread, which has begun it."""
         while True:
-            threading.Event().wait(_END_S)
+            threading.Event().wait(_PARK_S)
             leave_now(EXIT_BAD_INPUT)
 
     def sibling_ended(self, end: SiblingEnd) -> None:
@@ -155,6 +165,12 @@ class Aftermath:
             return
         self._begin_to_end()
         board = self._main_board = self._board()
+        if any(failure.rank == end.rank for failure in board.known()):
+            # It has told by itself, and rank 0 shows it.
+            self._noted = board.known()
+            if self._rank == 0:
+                self._report()
+            self._leave(EXIT_BAD_INPUT)
         speaks = board.first_to(f"tell the end of rank {end.rank}")
         if speaks is None:
             speaks = self._siblings.is_lowest_left()
@@ -188,6 +204,9 @@ class Aftermath:
             return
         self._begin_to_end()
         if self._closed:
+            if end is not None and end.signal:
+                self.tell_late(end)
+                self._leave(EXIT_BAD_INPUT)
             self._say(f"told to end ({number.name}) in {self._phase.at}; all is measured and kept.")
             self._clean(os.getpid())
             end_by(number)
@@ -212,6 +231,17 @@ class Aftermath:
         self._siblings.resume_stopped()
         self._clean(os.getpid())
         end_by(number)
+
+    def tell_late(self, end: SiblingEnd) -> None:
+        """Tells that rank 0 has died over its report; all was measured and written before."""
+        with self._lock:
+            first, self._told_late = not self._told_late, True
+        if first:
+            self._clean(end.pid)
+            self._say(
+                f"rank {end.rank} {end.words} in writing the report. All is measured and kept; "
+                "ddp-profiler report writes it again."
+            )
 
     def _tells_itself(self) -> bool:
         """Tells whether a rank has noted a failure, or does so in a moment."""
@@ -325,6 +355,9 @@ def place_in_code() -> str:
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
+        if path == Path(__file__):
+            # It has noticed by itself, and waits for its end.
+            return ""
         if not {"torch", "threading.py", "selectors.py"} & set(path.parts):
             return f"{path.name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back

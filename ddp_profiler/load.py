@@ -61,7 +61,12 @@ def _read(folder: Path) -> tuple[RunInfo, Mapping[int, Columns], list[int]]:
     info = reader.read_run_info(folder)
     found = paths.rank_files(folder)
     if not found:
-        raise InputError(f"{folder} holds no rank-*.arrows: nothing was measured.", "Run it again.")
+        first = "".join(
+            f" Rank {f.rank} failed in {f.phase}: {f.message}." for f in info.failures[:1]
+        )
+        raise InputError(
+            f"{folder} holds no rank-*.arrows: nothing was measured.{first}", "Run it again."
+        )
     columns, incomplete = {}, []
     for rank in found:
         spans = reader.read_rank(folder, rank)

@@ -47,6 +47,8 @@ from ddp_profiler.schema import (
 
 NAME = "ddp_profiler.run"
 
+_REPORT_S = 300.0
+"""So long another rank stays while rank 0 writes its report."""
 _TIMED_OUT = (
     "A rank has died or hangs, or a link is down; --timeout S waits longer. What was measured "
     "before is kept."
@@ -135,7 +137,7 @@ class _Worker:
         self._run_id = ""
         self._early_end = threading.Lock()
         self._siblings = Siblings(topology.rank, topology.local_world_size - 1)
-        self._signals = SignalWatch(self._told_to_end)
+        self._signals = SignalWatch(self._told_to_end, self._hold)
         self._complete = False
         """All levels are measured, and what follows is an extra."""
         self._nothing_measured = False
@@ -244,10 +246,24 @@ class _Worker:
                 code = _conclude(self._keeper.folder, self.config.debug)
             except KeyboardInterrupt:
                 code = EXIT_INTERRUPTED
+        else:
+            code = self._outlast(aftermath)
         if parts:
             # A node may have been lost on the way, and with it connections of this process.
             leave(code)
         return code
+
+    def _outlast(self, aftermath: Any) -> int:
+        """Stays on rank 0's node until that has written its report, to tell if it dies over it.
+
+        The launcher waits for it as well; here one rank does, asleep.
+        """
+        if self._siblings.is_lowest_left(above=1):
+            end = self._siblings.await_end(0, _REPORT_S)
+            if end is not None and end.signal:
+                aftermath.tell_late(end)
+                return EXIT_BAD_INPUT
+        return EXIT_DONE
 
     def _give_up(
         self, aftermath: Any, phase: str, message: str, error: DdpProfilerError
@@ -262,7 +278,7 @@ class _Worker:
         if not aftermath.met:
             aftermath.finish()
             leave(_complain(error, speaks=topology.local_rank == 0))
-        if first.rank == topology.rank:
+        if (first.rank, first.message) == (topology.rank, message):
             _complain(error, speaks=True)
         elif first.hostname != host and topology.local_rank == 0:
             _say(
@@ -517,6 +533,13 @@ class _Worker:
                     self._keeper.release()
                 end_by(number)
         self._aftermath.told_to_end(number)
+
+    def _hold(self) -> None:
+        """Keeps the main thread while another one ends the process."""
+        if self._aftermath is None:
+            threading.Event().wait()
+        else:
+            self._aftermath.hold()
 
     def _end_early(self, text: str, end: SiblingEnd, *, speaks: bool | None = None) -> NoReturn:
         """Ends this rank before it could meet others; the folder is given back."""

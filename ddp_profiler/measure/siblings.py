@@ -11,9 +11,11 @@ Linux only; elsewhere nothing is noticed here.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +28,11 @@ _SAME_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
 _LOOK_AGAIN_MS = 200
 _LOOK_FOR_S = 30.0
 _STOPPED = "T"
+_EXIT_FIELD = 49
+_INFO_BYTES = 64
+_INFO_EXIT = 1 << 3
+_GET_INFO = 0xC000FF0B | _INFO_BYTES << 16
+"""PIDFD_GET_INFO with the first version of ``struct pidfd_info``, of which exit_code is last."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class SiblingEnd:
         if self.signal:
             return f"was killed by {self.signal} (process {self.pid})"
         if self.code is None:
-            return f"has died (process {self.pid})"
+            return f"has died (process {self.pid}; its launcher tells of what)"
         return f"ended with exit code {self.code} (process {self.pid})"
 
 
@@ -126,10 +133,21 @@ class Siblings(threading.Thread):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
 
-    def is_lowest_left(self) -> bool:
-        """Tells whether no rank below this one is left on this node."""
+    def is_lowest_left(self, above: int = 0) -> bool:
+        """Tells whether no rank from ``above`` on and below this one is left on this node."""
         with self._lock:
-            return not any(r < self._rank and r not in self._ends for r in self._pids)
+            return not any(above <= r < self._rank and r not in self._ends for r in self._pids)
+
+    def await_end(self, rank: int, limit_s: float) -> SiblingEnd | None:
+        """Waits until a rank of this node has ended; None if it does not, or is not here."""
+        deadline = time.monotonic() + limit_s
+        with self._changed:
+            while rank in self._pids and rank not in self._ends:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            return self._ends.get(rank)
 
     def run(self) -> None:
         """Watches until the process ends."""
@@ -154,7 +172,8 @@ class Siblings(threading.Thread):
                 return
             for handle, _ in poll.poll(_LOOK_AGAIN_MS if looking else None):
                 rank = handles.pop(handle)
-                end = SiblingEnd(rank, self._pids[rank], _exit_code(self._pids[rank]))
+                pid = self._pids[rank]
+                end = SiblingEnd(rank, pid, _exit_code(pid, handle))
                 poll.unregister(handle)
                 os.close(handle)
                 with self._changed:
@@ -192,13 +211,19 @@ def _state(pid: int) -> str:
     return fields[0] if fields else ""
 
 
-def _exit_code(pid: int) -> int | None:
-    """Returns how an ended process ended, as long as its parent has not asked for it."""
+def _exit_code(pid: int, handle: int) -> int | None:
+    """Returns how a process ended; None where neither /proc nor the kernel's handle says it.
+
+    /proc does until its parent has asked for it, which is not for long; Linux 6.15 and later
+    keep it with the handle.
+    """
     fields = _stat(pid)
-    # Field 52; a process that cannot be looked into has 0 there, and a zombie never else.
-    if len(fields) < 50 or fields[0] not in ("Z", "X"):
-        return None
     try:
-        return os.waitstatus_to_exitcode(int(fields[49]))
-    except ValueError:
+        # Field 52 of all.
+        if len(fields) > _EXIT_FIELD and fields[0] in ("Z", "X"):
+            return os.waitstatus_to_exitcode(int(fields[_EXIT_FIELD]))
+        answer = fcntl.ioctl(handle, _GET_INFO, struct.pack("Q", _INFO_EXIT).ljust(_INFO_BYTES, b"\0"))
+        mask, code = struct.unpack_from("Q", answer)[0], struct.unpack_from("i", answer, 60)[0]
+        return os.waitstatus_to_exitcode(code) if mask & _INFO_EXIT else None
+    except (OSError, ValueError):
         return None

@@ -29,11 +29,16 @@ class SignalWatch(threading.Thread):
 
     Args:
         on_signal: Is told the first signal.
+        hold: Called on the main thread, once that runs instructions of Python again; may keep it
+            for good, so that it does nothing more while the process ends.
     """
 
-    def __init__(self, on_signal: Callable[[signal.Signals], None]) -> None:
+    def __init__(
+        self, on_signal: Callable[[signal.Signals], None], hold: Callable[[], None]
+    ) -> None:
         super().__init__(daemon=True, name="ddp-profiler-signals")
         self._on_signal = on_signal
+        self._hold = hold
         self._before: dict[signal.Signals, Any] = {}
         self._read, self._write = -1, -1
 
@@ -46,7 +51,7 @@ class SignalWatch(threading.Thread):
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in HEARD:
             # Without a handler of Python nothing is written. The thread does the work.
-            self._before[number] = signal.signal(number, lambda *_: None)
+            self._before[number] = signal.signal(number, lambda *_: self._hold())
         # A process that is forked is not this rank, and shares the pipe.
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self.restore)

@@ -54,7 +54,7 @@ def render(failures: Sequence[Failure], phases: Sequence[RankPhase]) -> str:
             state = "no sign of life"
         else:
             state = "alive" if p.responds else ""
-        if p.place:
+        if p.place and p.rank not in order:
             state += f", at {p.place}"
         rows.append(
             (str(p.rank), _cut(p.hostname, _HOST_WIDTH), _cut(p.phase, _PHASE_WIDTH), state)
