@@ -139,7 +139,7 @@ class Aftermath:
     def close(self) -> None:
         """Is told that all is measured and written: what others do is no failure any more."""
         self._closed = True
-        self._siblings.stop()
+        self._siblings.mute()
         if self._taken:
             self.park()
 

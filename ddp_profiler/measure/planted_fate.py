@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from ddp_profiler.workload.plant import PlantedFate
@@ -25,10 +25,16 @@ class Fates:
     Args:
         planted: All that is planted.
         rank: Global rank of this process.
+        environ: Environment variables.
     """
 
-    def __init__(self, planted: Sequence[object], rank: int) -> None:
-        self._open = [p for p in planted if isinstance(p, PlantedFate) and p.rank == rank]
+    def __init__(
+        self, planted: Sequence[object], rank: int, environ: Mapping[str, str] = os.environ
+    ) -> None:
+        # A launch that is tried again is to get through.
+        first = environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        mine = [p for p in planted if isinstance(p, PlantedFate) and p.rank == rank]
+        self._open = mine if first else []
         if self._open:
             signal.signal(_ON_MAIN_THREAD, self._on_main_thread)
         self._fate = ""

@@ -88,12 +88,14 @@ class Siblings(threading.Thread):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._on_end: Callable[[SiblingEnd], None] = lambda _: None
-        self._stopped = False
+        self._muted = False
+        self._wake = -1
         self._parent = os.getppid()
 
     def begin(self) -> None:
         """Starts to watch, where this system can and there is somebody to watch."""
         if self._expected > 0 and hasattr(os, "pidfd_open") and Path("/proc/self/stat").exists():
+            self._end, self._wake = os.pipe()
             self.start()
 
     def listen(self, on_end: Callable[[SiblingEnd], None]) -> None:
@@ -104,9 +106,18 @@ class Siblings(threading.Thread):
         for end in before:
             on_end(end)
 
-    def stop(self) -> None:
+    def mute(self) -> None:
         """Tells nobody any more: what others do from here on does not matter to this rank."""
-        self._stopped = True
+        self._muted = True
+
+    def stop(self) -> None:
+        """Ends the watch and its thread."""
+        self.mute()
+        with self._lock:
+            if self._wake >= 0:
+                os.write(self._wake, b".")
+                os.close(self._wake)
+                self._wake = -1
 
     def ended(self, wait_s: float = 0.0) -> SiblingEnd | None:
         """Returns the first end that was no success, and waits a moment for one."""
@@ -152,6 +163,7 @@ class Siblings(threading.Thread):
     def run(self) -> None:
         """Watches until the process ends."""
         poll = select.poll()
+        poll.register(self._end, select.POLLIN)
         handles: dict[int, int] = {}
         give_up = time.monotonic() + _LOOK_FOR_S
         while True:
@@ -168,9 +180,11 @@ class Siblings(threading.Thread):
                     handles[handle] = rank
                     poll.register(handle, select.POLLIN)
             looking = len(self._pids) < self._expected and time.monotonic() < give_up
-            if not handles and not looking:
-                return
             for handle, _ in poll.poll(_LOOK_AGAIN_MS if looking else None):
+                if handle == self._end:
+                    for left in (*handles, self._end):
+                        os.close(left)
+                    return
                 rank = handles.pop(handle)
                 pid = self._pids[rank]
                 end = SiblingEnd(rank, pid, _exit_code(pid, handle))
@@ -180,7 +194,7 @@ class Siblings(threading.Thread):
                     self._ends[rank] = end
                     self._changed.notify_all()
                     tell = self._on_end
-                if not self._stopped:
+                if not self._muted:
                     # On a thread of its own: who is told may wait, and others may end meanwhile.
                     threading.Thread(target=tell, args=(end,), daemon=True).start()
 
@@ -222,7 +236,9 @@ def _exit_code(pid: int, handle: int) -> int | None:
         # Field 52 of all.
         if len(fields) > _EXIT_FIELD and fields[0] in ("Z", "X"):
             return os.waitstatus_to_exitcode(int(fields[_EXIT_FIELD]))
-        answer = fcntl.ioctl(handle, _GET_INFO, struct.pack("Q", _INFO_EXIT).ljust(_INFO_BYTES, b"\0"))
+        answer = fcntl.ioctl(
+            handle, _GET_INFO, struct.pack("Q", _INFO_EXIT).ljust(_INFO_BYTES, b"\0")
+        )
         mask, code = struct.unpack_from("Q", answer)[0], struct.unpack_from("i", answer, 60)[0]
         return os.waitstatus_to_exitcode(code) if mask & _INFO_EXIT else None
     except (OSError, ValueError):
