@@ -121,10 +121,12 @@ class Aftermath:
         another rank's death, this rank's own error is not told, and another thread ends it.
         """
         if _CONSEQUENCE.search(message):
-            self._siblings.ended(_LAUNCHER_S)
+            end = self._siblings.ended(_LAUNCHER_S)
+            if end is not None:
+                # Whichever thread is first.
+                self.sibling_ended(end)
         if not self._take():
             self.park()
-        self._main_ends = True
         self._begin_to_end()
         if _CONSEQUENCE.search(message):
             self._note_stopped()
@@ -269,6 +271,8 @@ class Aftermath:
         """Tells whether the end of this process is the caller's to bring about."""
         with self._lock:
             taken, self._taken = self._taken, True
+            if not taken:
+                self._main_ends = threading.current_thread() is threading.main_thread()
             return not taken
 
     def _begin_to_end(self) -> None:

@@ -54,7 +54,15 @@ SCRIPT = """
 import os, signal, sys, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
+# Torch itself mixes attempts: its keys of the first one are still in the launcher's store.
+store = dist.TCPStore(
+    os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False
+)
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group(
+    "gloo", store=dist.PrefixStore(attempt, store), rank=rank, world_size=world_size
+)
 model = DDP(torch.nn.Linear(64, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
