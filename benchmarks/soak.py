@@ -33,7 +33,7 @@ import torch
 
 FORMAT = 1
 TIMEOUT_S = 5
-SETTLE_S = 90.0
+SETTLE_S = 150.0
 """From the start of a launch to its end, at most: start-up, --timeout, the report, torchrun."""
 KINDS = ("KILL", "TERM", "raise", "memory", "STOP", "loop")
 PHASES = {

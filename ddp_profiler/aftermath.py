@@ -334,11 +334,11 @@ class Aftermath:
             board.mark_reported()
 
     def _another_failed(self) -> None:
+        board = self._main_board or self._board()
+        board.tell_place(place_in_code())
         if self._rank == 0:
             self._report()
         else:
-            board = self._main_board or self._board()
-            board.tell_place(place_in_code())
             self._keep_in_time(board.known() or self._noted)
 
     def _lost(self, reason: str) -> None:
