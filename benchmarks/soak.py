@@ -71,7 +71,8 @@ def one(number: int, seed: int, kinds: Sequence[str]) -> dict[str, Any]:
     draw = random.Random(f"{seed}/{number}")
     kind = kinds[number % len(kinds)]
     names = list(PHASES)
-    phase = names[(number // len(kinds) + number) % len(names)]
+    # Each kind goes through all phases.
+    phase = names[(number // len(kinds) + number % len(kinds)) % len(names)]
     # Rank 0 alone writes the report.
     rank = 0 if phase == "writing" else draw.randrange(2)
     after_ms = round(draw.random() * _LASTS_MS[phase], 1)
