@@ -6,15 +6,24 @@ Every wait here is bounded, since what failed may be the network that the ranks 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from ddp_profiler.errors import EXIT_BAD_INPUT
 from ddp_profiler.measure.bounded import NoAnswerError, within
 from ddp_profiler.measure.failures import FailureBoard
 from ddp_profiler.measure.leave import leave_now
 from ddp_profiler.measure.session import Session
+from ddp_profiler.measure.siblings import SiblingEnd, Siblings
+from ddp_profiler.measure.signals import end_by
 from ddp_profiler.measure.study import Phase
 from ddp_profiler.report import phases as phase_table
 from ddp_profiler.schema import Failure, RankPhase
@@ -26,7 +35,23 @@ _END_S = 12.0
 _REPORT_S = 6.0
 """How long a rank stays so that rank 0 can keep and show the failure: when the first rank of a
 node ends, its launcher ends the others."""
+_PARK_S = 20.0
+"""A main thread that is kept ends the process at last, if whoever was to do it did not."""
 _WRITE_S = 3.0
+_SHOW_S = 5.0
+"""What rank 0 may take to show what was measured, once it was told to end."""
+_LAUNCHER_S = 0.5
+"""A rank whose peer is gone, or that is told to end, waits this long for the news of a death."""
+_CONSEQUENCE = re.compile(
+    "timed out|time-out|closed by peer|reset by peer|connection closed|broken pipe|socket closed|"
+    "nothing moved|another rank has failed|connection was",
+    re.IGNORECASE,
+)
+"""What a rank meets when another one is gone or hangs."""
+_KILLED = (
+    "SIGKILL mostly comes from the system when memory is used up (dmesg names it), or from a batch "
+    "system that ends the job."
+)
 _ENDED = (
     "What was measured before is kept: ddp-profiler analyze shows it. Look at the rank that "
     "failed first, and at the link to its node."
@@ -40,12 +65,35 @@ class Aftermath:
         rank: Global rank.
         keep: Keeps failures and phases in the folder that this rank keeps, if it keeps one.
         say: Shows text to the user.
+        siblings: Notices ranks of this node that die.
+        stand_in: Has this rank keep the run folder, in the place of rank 0 that is dead.
+        clean: Removes what a process left half written in the folder.
+        show: Shows what was measured, on rank 0, and how to see it again.
     """
 
-    def __init__(self, rank: int, keep: Keep, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        keep: Keep,
+        say: Callable[[str], None],
+        *,
+        siblings: Siblings | None = None,
+        stand_in: Callable[[], None] = lambda: None,
+        clean: Callable[[int], None] = lambda _: None,
+        show: Callable[[], None] = lambda: None,
+    ) -> None:
         self._rank = rank
         self._keep = keep
         self._say = say
+        self._siblings = siblings or Siblings(rank, 0)
+        self._stand_in = stand_in
+        self._clean = clean
+        self._show = show
+        self._lock = threading.Lock()
+        self._taken = False
+        self._main_ends = False
+        self._told_late = False
+        self._closed = False
         self._session: Session | None = None
         self._phase = Phase()
         self._noted: tuple[Failure, ...] = ()
@@ -59,7 +107,7 @@ class Aftermath:
         self._phase = phase
         phase.on_change = session.tell_phase
         session.tell_phase(phase.name)
-        session.watch(self._another_failed, self._lost)
+        session.watch(self._another_failed, self._lost, phase.tell)
 
     @property
     def met(self) -> bool:
@@ -69,11 +117,19 @@ class Aftermath:
     def note(self, phase: str, message: str) -> Failure:
         """Tells the others that this rank has failed; returns the failure that came first.
 
-        From here on the process ends soon, whatever hangs.
+        From here on the process ends soon, whatever hangs. Where what failed is the consequence of
+        another rank's death, this rank's own error is not told, and another thread ends it.
         """
-        end = threading.Timer(_END_S, leave_now, args=(EXIT_BAD_INPUT,))
-        end.daemon = True
-        end.start()
+        if _CONSEQUENCE.search(message):
+            end = self._siblings.ended(_LAUNCHER_S)
+            if end is not None:
+                # Whichever thread is first.
+                self.sibling_ended(end)
+        if not self._take():
+            self.park()
+        self._begin_to_end()
+        if _CONSEQUENCE.search(message):
+            self._note_stopped()
         self._noted = (Failure(self._rank, phase, message, socket.gethostname()),)
         # Before the store is asked, which may take a while where it is what failed.
         if not self._reported:  # Else the watch's thread has kept more than this.
@@ -82,14 +138,163 @@ class Aftermath:
         self._noted = self._main_board.note(phase, message)
         return self._noted[0]
 
+    def close(self) -> None:
+        """Is told that all is measured and written: what others do is no failure any more."""
+        self._closed = True
+        self._siblings.mute()
+        if self._taken:
+            self.park()
+
+    def hold(self) -> None:
+        """Keeps the main thread, unless it is what ends this process."""
+        if not self._main_ends:
+            self.park()
+
+    def park(self) -> NoReturn:
+        """Leaves the end of this process to another thread, which has begun it."""
+        while True:
+            threading.Event().wait(_PARK_S)
+            leave_now(EXIT_BAD_INPUT)
+
+    def sibling_ended(self, end: SiblingEnd) -> None:
+        """Is told, on a thread, that another rank of this node has ended before the run has."""
+        if end.code == 0 or self._closed:
+            return
+        if not end.signal and (self._tells_itself() or self._taken):
+            # It has said why, and so has whoever waits for it.
+            return
+        if not self._take():
+            return
+        self._begin_to_end()
+        board = self._main_board = self._board()
+        if any(failure.rank == end.rank for failure in board.known()):
+            # It has told by itself, and rank 0 shows it.
+            self._noted = board.known()
+            if self._rank == 0:
+                self._report()
+            self._leave(EXIT_BAD_INPUT)
+        speaks = board.first_to(f"tell the end of rank {end.rank}")
+        if speaks is None:
+            speaks = self._siblings.is_lowest_left()
+        phase = board.phase_of(end.rank) or "start-up"
+        host = board.host_of(end.rank) or socket.gethostname()
+        failure = Failure(end.rank, phase, end.words, host, end.signal)
+        self._noted = (failure,)
+        if speaks:
+            self._noted = board.note_failure(failure)
+            lines = [f"rank {end.rank} on {host} {end.words} in {phase}."]
+            if end.signal == "SIGKILL":
+                lines.append(_KILLED)
+            self._say("\n".join(lines))
+        if end.rank == 0 and speaks:
+            self._stand_in()
+        self._clean(end.pid)
+        if self._rank == 0 or (end.rank == 0 and speaks):
+            self._report()
+        else:
+            self._keep_in_time(self._noted)
+            board.await_report(_REPORT_S)
+        self._leave(EXIT_BAD_INPUT)
+
+    def told_to_end(self, number: signal.Signals) -> None:
+        """Is told, on a thread, that this process was sent a signal that asks it to end."""
+        end = self._siblings.ended(0.0 if self._closed else _LAUNCHER_S)
+        if end is not None and end.code != 0:
+            # The launcher ends those that are left; the death is being told.
+            self.sibling_ended(end)
+        if not self._take():
+            return
+        self._begin_to_end()
+        if self._closed:
+            if end is not None and end.signal:
+                self.tell_late(end)
+                self._leave(EXIT_BAD_INPUT)
+            self._say(f"told to end ({number.name}) in {self._phase.at}; all is measured and kept.")
+            self._clean(os.getpid())
+            end_by(number)
+        board = self._main_board = self._board()
+        known = board.known()
+        if not known:
+            host = socket.gethostname()
+            message = f"was told to end ({number.name})"
+            failure = Failure(self._rank, self._phase.at, message, host, number.name)
+            self._noted = (failure,)
+            self._keep_in_time(self._noted)
+            if board.first_to("tell a signal") is not False:
+                self._say(f"rank {self._rank} on {host} {message} in {self._phase.at}.")
+            self._noted = board.note_failure(failure)
+        if self._rank == 0:
+            self._report()
+            with contextlib.suppress(NoAnswerError, Exception):
+                within(_SHOW_S, self._show)
+        else:
+            self._keep_in_time(self._noted or known)
+            board.await_report(_REPORT_S)
+        self._siblings.resume_stopped()
+        self._clean(os.getpid())
+        end_by(number)
+
+    def tell_late(self, end: SiblingEnd) -> None:
+        """Tells that rank 0 has died over its report; all was measured and written before."""
+        with self._lock:
+            first, self._told_late = not self._told_late, True
+        if first:
+            self._clean(end.pid)
+            self._say(
+                f"rank {end.rank} {end.words} in writing the report. All is measured and kept; "
+                "ddp-profiler report writes it again."
+            )
+
+    def _tells_itself(self) -> bool:
+        """Tells whether a rank has noted a failure, or does so in a moment."""
+        if self._session is None:
+            return False
+        board = self._board()
+        for _ in range(3):
+            if board.known():
+                return True
+            threading.Event().wait(_LAUNCHER_S / 3)
+        return False
+
+    def _note_stopped(self) -> None:
+        """Notes ranks of this node that were stopped: for these, this rank has waited."""
+        for rank, pid in self._siblings.stopped().items():
+            board = self._board()
+            if board.first_to(f"tell the end of rank {rank}") is not True:
+                continue
+            words, host = f"was stopped and did not go on (process {pid})", board.host_of(rank)
+            phase = board.phase_of(rank) or "start-up"
+            board.note_failure(Failure(rank, phase, words, host, "SIGSTOP"))
+            self._say(f"rank {rank} on {host} {words} in {phase}.")
+
+    def _take(self) -> bool:
+        """Tells whether the end of this process is the caller's to bring about."""
+        with self._lock:
+            taken, self._taken = self._taken, True
+            if not taken:
+                self._main_ends = threading.current_thread() is threading.main_thread()
+            return not taken
+
+    def _begin_to_end(self) -> None:
+        end = threading.Timer(_END_S, leave_now, args=(EXIT_BAD_INPUT,))
+        end.daemon = True
+        end.start()
+
+    def _leave(self, code: int) -> None:
+        self._siblings.resume_stopped()
+        self._clean(os.getpid())
+        leave_now(code)
+
     def finish(self) -> None:
         """Keeps the failure, and shows it on rank 0; the others give it the time for that."""
         if self._rank == 0:
             self._report()
+            self._siblings.resume_stopped()
             return
         self._keep_in_time(self._noted)
         if self._main_board is not None:
             self._main_board.await_report(_REPORT_S)
+        self._siblings.resume_stopped()
 
     def keep_now(self) -> None:
         """Keeps what is known, without asking others or showing a table."""
@@ -129,10 +334,11 @@ class Aftermath:
             board.mark_reported()
 
     def _another_failed(self) -> None:
+        board = self._main_board or self._board()
+        board.tell_place(place_in_code())
         if self._rank == 0:
             self._report()
         else:
-            board = self._main_board or self._board()
             self._keep_in_time(board.known() or self._noted)
 
     def _lost(self, reason: str) -> None:
@@ -141,10 +347,22 @@ class Aftermath:
             # The main thread has failed too, says so, and is ended in time if it hangs.
             return
         host = socket.gethostname()
-        failure = Failure(self._rank, self._phase.name, reason, host)
+        failure = Failure(self._rank, self._phase.at, reason, host)
         if not self._reported:
             self._keep_in_time((failure,))
-        self._say(
-            f"rank {self._rank} on {host} was ended in {self._phase.name}: {reason}\n{_ENDED}"
-        )
+        self._say(f"rank {self._rank} on {host} was ended in {self._phase.at}: {reason}\n{_ENDED}")
         leave_now(EXIT_BAD_INPUT)
+
+
+def place_in_code() -> str:
+    """Says where the main thread is: the file, line and function that called into torch."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path == Path(__file__):
+            # It has noticed by itself, and waits for its end.
+            return ""
+        if not {"torch", "threading.py", "selectors.py"} & set(path.parts):
+            return f"{path.name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""

@@ -22,12 +22,12 @@ from ddp_profiler import units
 from ddp_profiler._version import __version__
 from ddp_profiler.condensing import to_send
 from ddp_profiler.config import ScriptConfig, StudyConfig
-from ddp_profiler.errors import InputError, UsageError
+from ddp_profiler.errors import DdpProfilerError, InputError, UsageError
 from ddp_profiler.measure import collect
 from ddp_profiler.measure.folders import Board, settle_folders
 from ddp_profiler.measure.session import Session
 from ddp_profiler.record import parts as record_parts
-from ddp_profiler.record import paths, writer
+from ddp_profiler.record import paths, reader, writer
 from ddp_profiler.schema import SCHEMA_VERSION, LevelSettings, RecordPart, RunInfo
 from ddp_profiler.workload import Workload
 
@@ -105,6 +105,16 @@ class RunKeeper:
                 paths.release_folder(self.folder)
                 self.folder = self.info = None
             return self.folder is None
+
+    def stand_in(self, folder: Path, run_id: str) -> None:
+        """Keeps a run's folder from now on for the rank that kept it, which is dead.
+
+        Does nothing where this rank does not see the folder.
+        """
+        with self._lock, contextlib.suppress(DdpProfilerError, OSError):
+            info = reader.read_run_info(folder)
+            if self.folder is None and info.run_id == run_id:
+                self.folder, self.info = folder, info
 
     def settle(
         self, board: Board, world_size: int, folder: Path, described: RunInfo

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+
+import psutil
 
 from ddp_profiler.errors import InputError, UsageError
 
-_END_S = 10.0
+_END_S = 7.0
+"""How long ranks may take to end by themselves, before they are killed."""
 _EXCEPTION = re.compile(r"(?:\[rank\d+\]: )?[A-Za-z_][\w.]*(?:Error|Exception): ")
 
 
@@ -145,13 +150,43 @@ def _cause(lines: Sequence[str]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a launch: torchrun passes the signal on to its ranks."""
+    """Ends a launch: torchrun passes the signal on to its ranks, which it waits for 30 s."""
+    there: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        there = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(_END_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    for rank in there:
+        with contextlib.suppress(psutil.Error):
+            # Does nothing to another process that was given the same number.
+            rank.kill()
+
+
+class Told(SystemExit):
+    """This process was told to end by a signal."""
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Has SIGTERM and SIGHUP end what is inside as Ctrl-C does: in order, with all it started.
+
+    Raises:
+        Told: Such a signal came; its code is 128 and the signal's number.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise Told(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def environment(largest_dp: int, tell: Callable[[str], None]) -> dict[str, str]:

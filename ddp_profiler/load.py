@@ -69,7 +69,12 @@ def _read(folder: Path) -> tuple[RunInfo, list[RankRecord], list[int]]:
     info = reader.read_run_info(folder)
     found = paths.rank_files(folder)
     if not found:
-        raise InputError(f"{folder} holds no rank-*.arrows: nothing was measured.", "Run it again.")
+        first = "".join(
+            f" Rank {f.rank} failed in {f.phase}: {f.message}." for f in info.failures[:1]
+        )
+        raise InputError(
+            f"{folder} holds no rank-*.arrows: nothing was measured.{first}", "Run it again."
+        )
     most = max(found)
     if most >= info.world_size:
         raise InputError(

@@ -9,8 +9,10 @@ import contextlib
 import errno
 import os
 import re
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ from ddp_profiler import units
 from ddp_profiler.cli import error_text, parse_click, worker_options, write_out
 from ddp_profiler.config import ScriptConfig, StudyConfig
 from ddp_profiler.errors import (
+    EXIT_BAD_INPUT,
     EXIT_DONE,
     EXIT_INTERRUPTED,
     DdpProfilerError,
@@ -30,6 +33,9 @@ from ddp_profiler.errors import (
     UsageError,
 )
 from ddp_profiler.measure import nccl
+from ddp_profiler.measure.leave import leave_now
+from ddp_profiler.measure.siblings import SiblingEnd, Siblings
+from ddp_profiler.measure.signals import SignalWatch, end_by
 from ddp_profiler.measure.topology import Topology, place_levels, plan_levels, read_topology
 from ddp_profiler.record import paths, writer
 from ddp_profiler.schema import (
@@ -43,6 +49,8 @@ from ddp_profiler.schema import (
 
 NAME = "ddp_profiler.run"
 
+_REPORT_S = 300.0
+"""So long another rank stays while rank 0 writes its report."""
 _TIMED_OUT = (
     "A rank has died or hangs, or a link is down; --timeout S waits longer. What was measured "
     "before is kept."
@@ -138,6 +146,14 @@ class _Worker:
         self.topology = topology
         self.levels: tuple[LevelSettings, ...] = ()
         self._keeper: Any = None
+        self._aftermath: Any = None
+        self._fates: Any = None
+        self._folder: Path | None = None
+        """The run folder, as rank 0 names it."""
+        self._run_id = ""
+        self._early_end = threading.Lock()
+        self._siblings = Siblings(topology.rank, topology.local_world_size - 1)
+        self._signals = SignalWatch(self._told_to_end, self._hold)
         self._complete = False
         """All levels are measured, and what follows is an extra."""
         self._nothing_measured = False
@@ -147,6 +163,9 @@ class _Worker:
 
     def run(self) -> int:
         rank = self.topology.rank
+        self._siblings.listen(self._sibling_ended)
+        self._siblings.begin()
+        self._signals.install()
         try:
             self.levels = plan_levels(self.config, self.topology.world_size)
             prepared = self._prepare()
@@ -168,12 +187,14 @@ class _Worker:
         """Checks all that can be checked before ranks meet: one clear line, no timing lost."""
         from ddp_profiler import keeper
         from ddp_profiler.measure import batches, interfaces, session, study
+        from ddp_profiler.measure.planted_fate import Fates
         from ddp_profiler.workload.plant import check_plants, parse_plants
 
         topology = self.topology
-        check_plants(
-            parse_plants(self.config.plants), topology.world_size, [lv.dp for lv in self.levels]
-        )
+        plants = parse_plants(self.config.plants)
+        check_plants(plants, topology.world_size, [lv.dp for lv in self.levels])
+        self._fates = Fates(plants, topology.rank)
+        self._fates.phase_begins("start-up")
         device = session.choose_device(topology, self.config.backend, self.config.threads_per_rank)
         if self.config.nccl is not None and device.backend != "nccl":
             raise UsageError(
@@ -203,7 +224,18 @@ class _Worker:
         from ddp_profiler.measure.leave import leave
 
         phase = study.Phase()
-        aftermath = Aftermath(self.topology.rank, self._keep_failure, _say)
+        phase.planted = self._fates.phase_begins
+        aftermath = Aftermath(
+            self.topology.rank,
+            self._keep_failure,
+            _say,
+            siblings=self._siblings,
+            stand_in=self._stand_in,
+            clean=self._clean,
+            show=self._show,
+        )
+        with self._early_end:
+            self._aftermath = aftermath
         where = f"rank {self.topology.rank} on {socket.gethostname()}"
         try:
             parts = self._study(device, workload, phase, aftermath)
@@ -213,8 +245,8 @@ class _Worker:
             shown = error
             if aftermath.met:
                 kind = UsageError if isinstance(error, UsageError) else InputError
-                shown = kind(f"{where} failed in {phase.name}: {error.message}", error.remedy)
-            self._give_up(aftermath, phase.name, error.message, shown)
+                shown = kind(f"{where} failed in {phase.at}: {error.message}", error.remedy)
+            self._give_up(aftermath, phase.at, error.message, shown)
         except KeyboardInterrupt:
             aftermath.note(phase.name, "interrupted")
             aftermath.keep_now()
@@ -223,23 +255,37 @@ class _Worker:
             if self.config.debug:
                 traceback.print_exc()
             message = _one_line(error)
-            remedy = "--debug shows the stack trace; what was measured before is kept."
-            if "timed out" in message.lower():
-                remedy = _TIMED_OUT
-            elif isinstance(error, OSError) and error.errno in _DISK:
+            remedy = _remedy(message)
+            if isinstance(error, OSError) and error.errno in _DISK:
                 message, remedy, self._said_unkept = _of_disk(error), _DISK_REMEDY, True
-            failure = InputError(f"{where} failed in {phase.name}: {message}", remedy)
-            self._give_up(aftermath, phase.name, message, failure)
+            failure = InputError(f"{where} failed in {phase.at}: {message}", remedy)
+            self._give_up(aftermath, phase.at, message, failure)
+        aftermath.close()
         code = EXIT_DONE
         if self.topology.rank == 0:
+            phase.name = "writing the report"
             try:
                 code = _conclude(self._keeper.folder, self.config.debug)
             except KeyboardInterrupt:
                 code = EXIT_INTERRUPTED
+        else:
+            code = self._outlast(aftermath)
         if parts:
             # A node may have been lost on the way, and with it connections of this process.
             leave(code)
         return code
+
+    def _outlast(self, aftermath: Any) -> int:
+        """Stays on rank 0's node until that has written its report, to tell if it dies over it.
+
+        The launcher waits for it as well; here one rank does, asleep.
+        """
+        if self._siblings.is_lowest_left(above=1):
+            end = self._siblings.await_end(0, _REPORT_S)
+            if end is not None and end.signal:
+                aftermath.tell_late(end)
+                return EXIT_BAD_INPUT
+        return EXIT_DONE
 
     def _give_up(
         self, aftermath: Any, phase: str, message: str, error: DdpProfilerError
@@ -250,10 +296,11 @@ class _Worker:
         topology, host = self.topology, socket.gethostname()
         self._nothing_measured = isinstance(error, UsageError)
         first = aftermath.note(phase, message)
+        self._clean(os.getpid())
         if not aftermath.met:
             aftermath.finish()
             leave(_complain(error, speaks=topology.local_rank == 0))
-        if first.rank == topology.rank:
+        if (first.rank, first.message) == (topology.rank, message):
             _complain(error, speaks=True)
         elif first.hostname != host and topology.local_rank == 0:
             _say(
@@ -283,6 +330,7 @@ class _Worker:
             session.publish("run", (str(keeper.folder), keeper.info))
         folder_name, described = session.learn("run", tuple[str, RunInfo])
         folder = Path(folder_name)
+        self._folder, self._run_id = folder, described.run_id
         parts = keeper.settle(session, self.topology.world_size, folder, described)
         phase.name = "describing the run"
         collection = PartsCollection(session, parts, folder, _say, config.collect)
@@ -343,6 +391,7 @@ class _Worker:
         phase.name = "closing"
         # Before the wait, in which a launcher may end this rank: all is measured and written.
         keeper.update(status="complete")
+        self._complete = True
         if lost is None:
             # Not even the store can be reached: what this node measured is complete all the same.
             session.stop_watching()
@@ -478,6 +527,77 @@ class _Worker:
             f"{device.threads} threads a rank; levels: {levels}"
         )
 
+    def _sibling_ended(self, end: SiblingEnd) -> None:
+        """Is told, on a thread, that another rank of this node has ended."""
+        with self._early_end:
+            if self._aftermath is None:
+                if end.signal:
+                    self._end_early(f"rank {end.rank} on {socket.gethostname()} {end.words}", end)
+                return
+        self._aftermath.sibling_ended(end)
+
+    def _told_to_end(self, number: signal.Signals) -> None:
+        """Is told, on a thread, that this process was sent a signal."""
+        # A death that this is the consequence of says more.
+        if self._aftermath is None:
+            self._siblings.ended(0.3)
+        with self._early_end:
+            if self._aftermath is None:
+                end = self._siblings.ended()
+                if end is None or end.code == 0:
+                    own = SiblingEnd(self.topology.rank, os.getpid(), -number)
+                    host = socket.gethostname()
+                    text = f"rank {own.rank} on {host} was told to end ({number.name})"
+                    self._end_early(text, own, speaks=self.topology.local_rank == 0)
+                elif end.signal:
+                    self._end_early(f"rank {end.rank} on {socket.gethostname()} {end.words}", end)
+                if self._keeper is not None:
+                    self._keeper.release()
+                end_by(number)
+        self._aftermath.told_to_end(number)
+
+    def _hold(self) -> None:
+        """Keeps the main thread while another one ends the process."""
+        if self._aftermath is None:
+            threading.Event().wait()
+        else:
+            self._aftermath.hold()
+
+    def _end_early(self, text: str, end: SiblingEnd, *, speaks: bool | None = None) -> NoReturn:
+        """Ends this rank before it could meet others; the folder is given back."""
+        if self._siblings.is_lowest_left() if speaks is None else speaks:
+            _say(f"{text} in start-up.")
+        if self._keeper is not None:
+            self._keeper.release()
+        if end.rank == self.topology.rank:
+            end_by(signal.Signals(-(end.code or -signal.SIGTERM)))
+        leave_now(EXIT_BAD_INPUT)
+
+    def _stand_in(self) -> None:
+        """Keeps the run folder in the place of rank 0, where this rank sees it."""
+        if self._folder is not None and self._keeper.folder is None:
+            self._keeper.stand_in(self._folder, self._run_id)
+
+    def _clean(self, pid: int) -> None:
+        """Removes what a process of this run has left half written."""
+        if self._folder is not None:
+            paths.remove_partials(self._folder, pid)
+
+    def _show(self) -> None:
+        """Shows what was measured until the run was told to end."""
+        from ddp_profiler.load import load_summary
+        from ddp_profiler.report import console
+        from ddp_profiler.report.text import for_encoding
+
+        folder = self._keeper.folder
+        try:
+            color = sys.stdout is not None and sys.stdout.isatty()
+            text = console.render(load_summary(folder), color=color)
+            write_out(for_encoding(text, getattr(sys.stdout, "encoding", None)))
+        except DdpProfilerError as error:
+            _say(error_text(error))
+        _say(f"what was measured is kept: ddp-profiler analyze {folder}")
+
     def _keep_failure(self, failures: tuple[Failure, ...], phases: tuple[RankPhase, ...]) -> None:
         """Keeps failures in run.json; called on the main thread or while it hangs."""
         try:
@@ -528,6 +648,15 @@ def _propose(folder: Path) -> Any:
         predicted_gain_ms=best.gain_ms,
         predicted_interval90_ms=best.gain_interval90,
     )
+
+
+def _remedy(message: str) -> str:
+    lowered = message.lower()
+    if "timed out" in lowered:
+        return _TIMED_OUT
+    if "memoryerror" in lowered or "out of memory" in lowered or "allocate memory" in lowered:
+        return "Choose a smaller --micro-batch; what was measured before is kept."
+    return "--debug shows the stack trace; what was measured before is kept."
 
 
 def _one_line(error: BaseException) -> str:

@@ -608,12 +608,14 @@ class Failure:
         phase: What the rank was doing.
         message: What went wrong.
         hostname: The rank's node; empty where ranks had not met.
+        signal: Name of the signal that ended or stopped it; empty where none did.
     """
 
     rank: int
     phase: str
     message: str
     hostname: str = ""
+    signal: str = ""
 
 
 @dataclass(frozen=True)
@@ -625,12 +627,14 @@ class RankPhase:
         hostname: Its node.
         phase: The last phase that it made known.
         responds: Whether it gave a sign of life after the failure; None if not known.
+        place: Where in the code it was, once it had heard of the failure; empty if not known.
     """
 
     rank: int
     hostname: str
     phase: str
     responds: bool | None
+    place: str = ""
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,8 @@ def _failure_notes(info: RunInfo) -> list[str]:
     left = [f.rank for f in info.failures[_MOST_FAILURES:]]
     if left:
         notes.append(f"{units.ranks(left).capitalize()} failed after that.")
-    silent = [p for p in info.phases if p.responds is False]
+    told = {failure.rank for failure in info.failures if failure.signal}
+    silent = [p for p in info.phases if p.responds is False and p.rank not in told]
     notes += [
         f"Rank {p.rank} on {p.hostname} gave no sign of life when the run failed; its last phase: "
         f"{p.phase}."

@@ -113,17 +113,25 @@ def command(
     planned = plan(folder)
     environ = launches.environment(max(dp), _tell)
     done = []
+    begun: list[launches.Launch] = []
     try:
         for number, launch in enumerate(planned, 1):
             _tell(f"[{number}/{len(planned)}] dp {launch.dp} ...")
             begin = time.monotonic()
-            launches.run_launch(launch, environ)
+            begun.append(launch)
+            with launches.ended_by_signals():
+                launches.run_launch(launch, environ)
             _tell(f"[{number}/{len(planned)}] dp {launch.dp}  {time.monotonic() - begin:.1f} s")
             # Before it counts: one launch without a level must not cost those before it.
             read_launch(launch.folder)
             done.append(launch.folder)
     finally:
         # What was measured before a launch failed is kept and can be read.
+        if len(done) < len(begun) and paths.is_run(begun[-1].folder):
+            _tell(
+                f"what the launch at dp {begun[-1].dp} recorded is kept: "
+                f"ddp-profiler analyze {shlex.quote(str(begun[-1].folder))}"
+            )
         if not done:
             paths.release_folder(folder)
         else:

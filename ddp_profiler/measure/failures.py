@@ -23,6 +23,10 @@ def phase_key(rank: int) -> str:
     return f"phase/{rank}"
 
 
+def _place_key(rank: int) -> str:
+    return f"place in code/{rank}"
+
+
 class FailureBoard:
     """Failures and phases of all ranks, as far as the store can still be asked.
 
@@ -40,17 +44,49 @@ class FailureBoard:
     def note(self, phase: str, message: str) -> tuple[Failure, ...]:
         """Notes this rank's failure and returns all that are known, the first one first."""
         host = self._hosts[self._rank] if self._hosts else ""
-        own = Failure(self._rank, phase, message, host)
+        return self.note_failure(Failure(self._rank, phase, message, host))
+
+    def note_failure(self, failure: Failure) -> tuple[Failure, ...]:
+        """Notes a failure, of this rank or of one that cannot say it any more.
+
+        Returns:
+            All that are known, the first one first.
+        """
         if self._store is None:
-            return (own,)
+            return (failure,)
         try:
-            # The text before the number: who reads the number finds the text.
-            self._store.set(f"failure of/{self._rank}", msgspec.json.encode(own))
             number = self._store.add(FAILURES, 1)
-            self._store.set(f"failure/{number}", msgspec.json.encode(own))
+            self._store.set(f"failure/{number}", msgspec.json.encode(failure))
         except InputError:
-            return (own,)
-        return self.known() or (own,)
+            return (failure,)
+        return self.known() or (failure,)
+
+    def first_to(self, what: str) -> bool | None:
+        """Tells whether this rank is the first to do something that one has to do.
+
+        Returns:
+            None where the store cannot be asked.
+        """
+        if self._store is None:
+            return None
+        try:
+            return self._store.add(f"first to/{what}", 1) == 1
+        except InputError:
+            return None
+
+    def host_of(self, rank: int) -> str:
+        """Returns the name of a rank's node; empty where it is not known."""
+        return self._hosts[rank] if rank < len(self._hosts) else ""
+
+    def phase_of(self, rank: int) -> str:
+        """Returns the last phase that a rank made known; empty where the store cannot say."""
+        return self._texts([phase_key(rank)])[0]
+
+    def tell_place(self, place: str) -> None:
+        """Makes known where in the code this rank is."""
+        if self._store is not None:
+            with contextlib.suppress(InputError):
+                self._store.set(_place_key(self._rank), place)
 
     def known(self) -> tuple[Failure, ...]:
         """Returns the failures noted so far; none where the store cannot be asked."""
@@ -86,20 +122,22 @@ class FailureBoard:
         while len(failures := self.known()) < world_size and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
         after = self._alive()
-        failed = {failure.rank: failure for failure in failures}
-        try:
-            raw = self._store.multi_get([phase_key(rank) for rank in range(world_size)])
-        except InputError:
+        failed = {failure.rank: failure for failure in reversed(failures)}
+        raw = self._texts([phase_key(rank) for rank in range(world_size)])
+        if not any(raw):
             return failures, ()
+        places = self._texts([_place_key(rank) for rank in range(world_size)])
         phases = []
         for rank, text in enumerate(raw):
             responds: bool | None = None
-            if rank == self._rank or rank in failed:
+            if rank in failed and failed[rank].signal:
+                responds = False
+            elif rank == self._rank or rank in failed:
                 responds = True
             elif before is not None and after is not None:
                 responds = after[rank] > before[rank]
-            phase = failed[rank].phase if rank in failed else text.decode()
-            phases.append(RankPhase(rank, self._hosts[rank], phase, responds))
+            phase = failed[rank].phase if rank in failed else text
+            phases.append(RankPhase(rank, self._hosts[rank], phase, responds, places[rank]))
         return failures, tuple(phases)
 
     def mark_reported(self) -> None:
@@ -118,6 +156,18 @@ class FailureBoard:
                 and not self._store.check([_REPORTED])
             ):
                 time.sleep(_PAUSE_S)
+
+    def _texts(self, keys: Sequence[str]) -> list[str]:
+        """Returns the texts of keys; empty where there is none or the store cannot be asked."""
+        store = self._store
+        if store is None:
+            return [""] * len(keys)
+        try:
+            if store.check(keys):
+                return [raw.decode() for raw in store.multi_get(keys)]
+            return [store.get(key).decode() if store.check([key]) else "" for key in keys]
+        except InputError:
+            return [""] * len(keys)
 
     def _alive(self) -> dict[int, int] | None:
         """Returns each rank's count of signs of life; None where the store cannot be asked."""

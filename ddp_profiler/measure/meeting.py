@@ -97,7 +97,11 @@ def meet(
     addresses: tuple[str, ...] = ()
     if not _holds(topology, environ):
         addresses = _resolve(topology, own, deadline, timeout_s, environ)
-    raw = _connect(topology, own, addresses, address, deadline, timeout_s, environ)
+    # A launcher that starts ranks again keeps its store, and in it what they said before.
+    attempt = f"attempt {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    raw = dist.PrefixStore(  # type: ignore[attr-defined]
+        attempt, _connect(topology, own, addresses, address, deadline, timeout_s, environ)
+    )
     # Who has the store says by itself, and sooner, what is wrong with its name.
     addresses = addresses or _resolve(topology, own, deadline, timeout_s, environ)
     # A rank that is only slow is waited for elsewhere; an answer of the store takes no time.
@@ -123,7 +127,8 @@ def meet(
             raise InputError(f"The store at {board.where} cannot be reached: {problem}.")
         timeout = timedelta(seconds=timeout_s)
         client = within(limit_s, lambda: _client(host, timeout, environ))
-        return dist.PrefixStore(_PREFIX, client)  # type: ignore[attr-defined]
+        both = dist.PrefixStore(attempt, client)  # type: ignore[attr-defined]
+        return dist.PrefixStore(_PREFIX, both)  # type: ignore[attr-defined]
 
     return Meeting(raw, board, address, members, second_store)
 

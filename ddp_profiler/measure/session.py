@@ -164,12 +164,18 @@ class Session:
         with contextlib.suppress(DdpProfilerError):
             self.store.set(phase_key(self.rank), name)
 
-    def watch(self, on_failure: Callable[[], None], on_lost: Callable[[str], None]) -> None:
+    def watch(
+        self,
+        on_failure: Callable[[], None],
+        on_lost: Callable[[str], None],
+        tell: Callable[[], None] = lambda: None,
+    ) -> None:
         """Begins to watch whether the run is lost, unless this rank is alone.
 
         Args:
             on_failure: Told once, on a thread, when any rank has noted a failure.
             on_lost: Told once, on a thread, when this rank has to be ended, and why.
+            tell: Called on a thread about once a second, to make known what this rank does.
         """
         if self._meeting is None:
             return
@@ -182,6 +188,7 @@ class Session:
             farewell_s=_FAREWELL_S,
             on_failure=on_failure,
             on_lost=on_lost,
+            tell=tell,
         )
         self._watch.start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,8 +81,12 @@ class Phase:
 
     def __init__(self, name: str = "start-up") -> None:
         self._name = name
+        self._lock = threading.Lock()
+        self._step: Callable[[], int] | None = None
         self.on_change: Callable[[str], None] = lambda _: None
         """Told each new name, outside measured steps."""
+        self.planted: Callable[[str], None] = lambda _: None
+        """Told each new name last; for tests, which plant faults in phases."""
 
     @property
     def name(self) -> str:
@@ -90,9 +95,32 @@ class Phase:
 
     @name.setter
     def name(self, name: str) -> None:
-        if name != self._name:
-            self._name = name
+        if name == self._name:
+            return
+        with self._lock:
+            self._name, self._step = name, None
             self.on_change(name)
+        self.planted(name)
+
+    def count_steps(self, step: Callable[[], int]) -> None:
+        """Has the step named as well, as long as this phase lasts.
+
+        Args:
+            step: Returns the number of the step, from 0; any thread may call it.
+        """
+        self._step = step
+
+    @property
+    def at(self) -> str:
+        """The phase, and the step where it has any."""
+        step = self._step
+        return self._name if step is None else f"{self._name}, step {step()}"
+
+    def tell(self) -> None:
+        """Makes phase and step known once more; for another thread, now and then."""
+        with self._lock:
+            if self._step is not None:
+                self.on_change(self.at)
 
 
 def make_timeline(device: torch.device, clock: Clock = monotonic_clock) -> Timeline:
@@ -262,6 +290,7 @@ class Study:
         try:
             for block, (variant, steps) in enumerate(plan):
                 phase.name = f"level {level.id}, {variant.name.lower()} block {block}"
+                phase.count_steps(lambda: run.step)
                 recorder.begin_block(index, repetition, block, variant)
                 watched = machine if variant is Variant.INSTRUMENTED else None
                 run.run_block(steps, variant, block_ended, beat, watched)

@@ -37,6 +37,7 @@ class Watch(threading.Thread):
         farewell_s: Seconds that this rank may still take once another one has failed.
         on_failure: Told once when a rank has noted a failure.
         on_lost: Told once, and why, when this rank has to be ended.
+        tell: Called with each sign of life, to make known what this rank does.
         interval_s: Seconds between two signs; None: 1 s, and more with very many ranks.
     """
 
@@ -50,6 +51,7 @@ class Watch(threading.Thread):
         farewell_s: float,
         on_failure: Callable[[], None],
         on_lost: Callable[[str], None],
+        tell: Callable[[], None] = lambda: None,
         interval_s: float | None = None,
     ) -> None:
         super().__init__(daemon=True, name="ddp-profiler-watch")
@@ -61,6 +63,7 @@ class Watch(threading.Thread):
         self._farewell_s = farewell_s
         self._on_failure = on_failure
         self._on_lost = on_lost
+        self._tell_phase = tell
         self._ended = threading.Event()
         self._problem = ""
 
@@ -84,6 +87,8 @@ class Watch(threading.Thread):
                     return
                 continue
             silent_since = None
+            if not failures:
+                self._tell_phase()
             if failures and not self._ended.is_set():
                 self.failed = True
                 # On a thread of its own: what is told may block, on a disk for one, or fail, and

@@ -32,6 +32,7 @@ from ddp_profiler.measure.scripts.attachment import Attachment
 from ddp_profiler.measure.scripts.board import ScriptBoard
 from ddp_profiler.measure.scripts.clocks import ScriptClocks
 from ddp_profiler.measure.scripts.other_training import describe
+from ddp_profiler.measure.siblings import SiblingEnd, Siblings
 from ddp_profiler.measure.study import make_timeline
 from ddp_profiler.measure.topology import Topology
 from ddp_profiler.observe.description import Description
@@ -118,6 +119,11 @@ class Observation:
         self._run_id = ""
         self._stream: writer.SpanWriter | None = None
         self._failure: str | None = None
+        self._siblings = Siblings(
+            topology.rank, topology.local_world_size - 1 if topology.launched else 0
+        )
+        self._dead: tuple[Failure, ...] = ()
+        """Ranks of this node that died while this one trained."""
         self._described = False
         """Whether a whole window was described."""
         self._oracle = OracleCheck(config, topology.rank) if config.replay else None
@@ -161,6 +167,8 @@ class Observation:
             # Before the ranks meet: all of them find the same.
             self._oracle.load()
         self._meet()
+        self._siblings.listen(self._sibling_ended)
+        self._siblings.begin()
         Observation.current = self
         self._attachment.install()
 
@@ -278,6 +286,32 @@ class Observation:
             f"({self._failure}). --debug shows the stack trace."
         )
 
+    def _sibling_ended(self, end: SiblingEnd) -> None:
+        """Is told, on a thread, that another rank of this node has ended while this one trains.
+
+        The launcher ends this rank within a tenth of a second, so it is kept at once.
+        """
+        if end.code == 0 or (not end.signal and self._board.find(f"ended/{end.rank}", _End)):
+            return
+        step = self._attachment.tracker.step if self._attachment.started else 0
+        phase = f"training, about step {step}"
+        host = socket.gethostname()
+        failure = Failure(end.rank, phase, end.words, host, end.signal)
+        self._dead = (*self._dead, failure)
+        first = self._siblings.is_lowest_left()
+        try:
+            if self._keeper.folder is not None:
+                self._keeper.update(status="failed", failures=self._dead)
+            elif first:
+                self._stand_in(failure)
+        except OSError as error:
+            self._say(f"run.json cannot be written: {error}")
+        if first and end.signal:
+            self._say(
+                f"rank {end.rank} on {host} {end.words} in {phase}. What was observed is kept: "
+                f"ddp-profiler analyze {self.folder}"
+            )
+
     # -- afterwards ---------------------------------------------------------------------------
 
     def finish(self, failure: str | None) -> None:
@@ -288,6 +322,8 @@ class Observation:
         """
         if self.in_child:
             return
+        if not failure:
+            self._siblings.stop()
         try:
             self._end_observing()
         except Exception as error:
@@ -300,6 +336,7 @@ class Observation:
         except Exception as error:
             self._step_aside(error)
         finally:
+            self._siblings.stop()
             if Observation.current is self:
                 Observation.current = None
 
@@ -375,10 +412,10 @@ class Observation:
             ((r, e) for r, e in ends.items() if e is not None and e.message),
             key=lambda item: item[1].at_s,
         )
-        self._keep(
-            status="failed" if failed else "complete",
-            failures=tuple(Failure(r, e.phase, e.message, e.hostname) for r, e in failed),
-        )
+        told = [Failure(r, e.phase, e.message, e.hostname) for r, e in failed]
+        known = {failure.rank for failure in self._dead}
+        failures = (*self._dead, *(f for f in told if f.rank not in known))
+        self._keep(status="failed" if failures else "complete", failures=failures)
 
     def _compare(self, *, failed: bool) -> None:
         """Has the oracle, if there is one, judge the gradients of the kept step."""
@@ -404,7 +441,11 @@ class Observation:
         self._keep(status="failed" if failures else "complete", failures=failures)
 
     def _keep_for_rank_0(self, end: _End) -> None:
-        """Notes a failure in ``run.json`` from another rank: rank 0 trains on, and will be killed.
+        """Notes a failure from another rank: rank 0 trains on, and will be killed."""
+        self._stand_in(Failure(self._topology.rank, end.phase, end.message, end.hostname))
+
+    def _stand_in(self, failure: Failure) -> None:
+        """Writes a failure into the ``run.json`` that rank 0 keeps.
 
         Where this rank does not see rank 0's folder, torchrun's own report has to do.
         """
@@ -412,8 +453,6 @@ class Observation:
             return
         info = reader.read_run_info(self.folder)
         if info.run_id == self._run_id and not info.failures:
-            rank = self._topology.rank
-            failure = Failure(rank, end.phase, end.message, end.hostname)
             writer.write_run_info(self.folder, replace(info, status="failed", failures=(failure,)))
 
     def _keep(self, **changes: Any) -> None:

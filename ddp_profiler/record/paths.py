@@ -83,7 +83,7 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = half_written(path, os.getpid())
     partial.unlink(missing_ok=True)
     try:
         with partial.open("xb") as file:
@@ -107,6 +107,18 @@ def make_plots_folder(folder: Path) -> Path:
         raise OSError(f"{plots} is a link; remove it")
     plots.mkdir(exist_ok=True)
     return plots
+
+
+def half_written(path: Path, pid: int) -> Path:
+    """Returns the name under which a process writes a file before it is whole."""
+    return path.with_name(f".{path.name}.{pid}.partial")
+
+
+def remove_partials(folder: Path, pid: int) -> None:
+    """Removes the files that a process, which is dead or about to end, has left half written."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f".*.{pid}.partial"):
+            path.unlink(missing_ok=True)
 
 
 def replay_file(folder: Path, rank: int) -> Path:

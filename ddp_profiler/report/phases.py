@@ -9,7 +9,7 @@ from ddp_profiler.schema import Failure, RankPhase
 
 _MOST_ROWS = 8
 _HOST_WIDTH = 20
-_PHASE_WIDTH = 40
+_PHASE_WIDTH = 48
 
 
 def tells_more(failures: Sequence[Failure], phases: Sequence[RankPhase]) -> bool:
@@ -44,14 +44,18 @@ def render(failures: Sequence[Failure], phases: Sequence[RankPhase]) -> str:
         )
 
     shown = sorted(sorted(phases, key=weight)[:_MOST_ROWS], key=lambda p: p.rank)
+    signals = {failure.rank: failure.signal for failure in reversed(failures)}
     rows = [("rank", "host", "last phase", "")]
     for p in shown:
-        if p.responds is False:
-            state = "no sign of life"
-        elif p.rank in order:
+        if p.rank in order:
             state = "failed first" if order[p.rank] == 0 else "failed"
+            state += f" ({signals[p.rank]})" if signals[p.rank] else ""
+        elif p.responds is False:
+            state = "no sign of life"
         else:
             state = "alive" if p.responds else ""
+        if p.place and p.rank not in order:
+            state += f", at {p.place}"
         rows.append(
             (str(p.rank), _cut(p.hostname, _HOST_WIDTH), _cut(p.phase, _PHASE_WIDTH), state)
         )

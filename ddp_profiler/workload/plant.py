@@ -18,12 +18,17 @@ PARTS = ("data", "forward", "between", "backward", "copy", "optimizer")
 LOSS_FACTORS = ("dp", "accumulation", "dp*accumulation")
 """Settings by which the loss can be multiplied; a number will do as well."""
 
+FATES = ("KILL", "TERM", "STOP", "raise", "memory", "loop")
+"""What can become of a rank: a signal, an exception, memory used up, or a loop without an end."""
+
 _FORM = (
     "Give it as part=PART,ms=MS[,rank=R][,every=N][,level_dp=N], as "
-    "clock=MS,rank=R[,ppm=X][,real_ms=MS], as sync=always, or as loss=FACTOR with "
-    f"{', '.join(LOSS_FACTORS)} or a number."
+    "clock=MS,rank=R[,ppm=X][,real_ms=MS], as sync=always, as loss=FACTOR with "
+    f"{', '.join(LOSS_FACTORS)} or a number, or as fate=FATE,rank=R,phase=TEXT[,after_ms=MS] with "
+    f"{', '.join(FATES)}."
 )
 _DELAY_KEYS = ("part", "ms", "rank", "every", "level_dp")
+_FATE_KEYS = ("fate", "rank", "phase", "after_ms")
 _CLOCK_KEYS = ("clock", "rank", "ppm", "real_ms")
 
 
@@ -94,7 +99,24 @@ class PlantedSync:
     """Gradients that are reduced in every micro-step, as if ``no_sync`` had been forgotten."""
 
 
-Planted = Plant | PlantedLoss | PlantedClock | PlantedSync
+@dataclass(frozen=True)
+class PlantedFate:
+    """What becomes of a rank.
+
+    Attributes:
+        fate: One of `FATES`.
+        rank: The rank.
+        phase: A part of the name of the phase in which it comes.
+        after_ms: How long after that phase has begun for the first time; phase or not by then.
+    """
+
+    fate: str
+    rank: int
+    phase: str
+    after_ms: float = 0.0
+
+
+Planted = Plant | PlantedLoss | PlantedClock | PlantedSync | PlantedFate
 
 
 def planted_clock(plants: Sequence[Planted], rank: int) -> PlantedClock | None:
@@ -105,7 +127,8 @@ def planted_clock(plants: Sequence[Planted], rank: int) -> PlantedClock | None:
 def parse_plants(specs: Sequence[str]) -> tuple[Planted, ...]:
     """Reads faults: ``part=backward,ms=30[,rank=1][,every=10][,level_dp=2]`` and others.
 
-    Others are ``loss=dp``, ``sync=always`` and ``clock=5000,rank=1[,ppm=50][,real_ms=300]``.
+    Others are ``loss=dp``, ``sync=always``, ``clock=5000,rank=1[,ppm=50][,real_ms=300]`` and
+    ``fate=KILL,rank=1,phase=instrumented[,after_ms=20]``.
 
     >>> parse_plants(["part=data,ms=20,rank=1", "loss=dp*accumulation"])[1].value(4, 2)
     8.0
@@ -198,7 +221,22 @@ def _parse(spec: str) -> Planted:
         return _parse_loss(spec, value)
     if key == "sync":
         return _parse_sync(spec, value)
+    if key == "fate":
+        return _parse_fate(spec)
     return _parse_clock(spec) if key == "clock" else _parse_delay(spec)
+
+
+def _parse_fate(spec: str) -> PlantedFate:
+    values = _values(spec, _FATE_KEYS)
+    if values["fate"] not in FATES:
+        raise _wrong(spec, f"fate={values['fate']} is none of {', '.join(FATES)}")
+    rank, phase = _whole(spec, values, "rank", 0), values.get("phase", "")
+    if rank is None or not phase:
+        raise _wrong(spec, "rank or phase is missing")
+    after_ms = _number(spec, values, "after_ms")
+    if after_ms < 0:
+        raise _wrong(spec, f"after_ms={after_ms:g} is below 0")
+    return PlantedFate(values["fate"], rank, phase, after_ms)
 
 
 def _parse_sync(spec: str, text: str) -> PlantedSync:

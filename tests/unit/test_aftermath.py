@@ -22,7 +22,7 @@ class FakeSession:
     def tell_phase(self, name):
         pass
 
-    def watch(self, on_failure, on_lost):
+    def watch(self, on_failure, on_lost, tell):
         self.on_failure, self.on_lost = on_failure, on_lost
 
     def failure_board(self):
