@@ -15,7 +15,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ def use(
     path: Path,
     *,
     torch_build: Callable[[], TorchBuild] = read_torch_build,
-    execve: Callable[[str, Sequence[str], Mapping[str, str]], Any] = os.execve,
+    execve: Callable[[str, list[str], Mapping[str, str]], Any] = os.execve,
 ) -> None:
     """Makes sure that torch uses this NCCL: starts this process once more where it does not yet.
 
