@@ -24,10 +24,10 @@ COUNT_RANKS := import os, torch; gpus = torch.cuda.device_count(); \
 	ranks = gpus or min(2, cores); print(ranks, max(1, cores // ranks))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint clean
+.PHONY: help run test lint docs docs-links clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: $(VENV)/.installed ## Install what is missing, then measure a small model on this machine
 	@set -- $$($(BIN)/python -c '$(COUNT_RANKS)') && \
@@ -35,7 +35,7 @@ run: $(VENV)/.installed ## Install what is missing, then measure a small model o
 	$(BIN)/torchrun --standalone --nproc_per_node=$$1 -m ddp_profiler.run $(ARGS)
 
 test: $(VENV)/.installed-test system ## Install what is missing, then run all checks and tests
-	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory lint docs
 	$(BIN)/python tests/in_two_parts.py $(JOBS) $(PYTEST_ARGS)
 	$(BIN)/pytest --doctest-modules -q ddp_profiler
 
@@ -43,6 +43,13 @@ lint: $(VENV)/.installed-test ## Check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# A link, an anchor or a page that the index does not name is an error; nothing is fetched.
+docs: $(VENV)/.installed-test ## Build the site of the documents into build/docs
+	$(BIN)/sphinx-build -q -W --keep-going -c docs -d build/doctrees . build/docs
+
+docs-links: $(VENV)/.installed-test ## Ask the network whether the documents' external links hold
+	$(BIN)/sphinx-build -q -b linkcheck -c docs -d build/doctrees . build/linkcheck
 
 clean: ## Remove what was installed and built; measured runs stay
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
@@ -89,5 +96,5 @@ $(VENV)/.installed: $(SOURCES_OF_INSTALL) $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.installed-test: $(SOURCES_OF_INSTALL) $(VENV)/.torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[test,docs]'
 	@touch $@ $(VENV)/.installed
