@@ -44,9 +44,10 @@ lint: $(VENV)/.installed-test ## Check style and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# A link, an anchor or a page that the index does not name is an error; nothing is fetched.
+# A link or an anchor that does not hold and a page that the index does not name are errors; nothing
+# is fetched. -E reads all pages anew: of one that has not changed nothing would be said again.
 docs: $(VENV)/.installed-test ## Build the site of the documents into build/docs
-	$(BIN)/sphinx-build -q -W --keep-going -c docs -d build/doctrees . build/docs
+	$(BIN)/sphinx-build -q -E -W --keep-going -c docs -d build/doctrees . build/docs
 
 docs-links: $(VENV)/.installed-test ## Ask the network whether the documents' external links hold
 	$(BIN)/sphinx-build -q -b linkcheck -c docs -d build/doctrees . build/linkcheck
