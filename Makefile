@@ -35,7 +35,7 @@ run: $(VENV)/.installed ## Install what is missing, then measure a small model o
 	$(BIN)/torchrun --standalone --nproc_per_node=$$1 -m ddp_profiler.run $(ARGS)
 
 test: $(VENV)/.installed-test system ## Install what is missing, then run all checks and tests
-	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory lint docs
 	$(BIN)/python tests/in_two_parts.py $(JOBS) $(PYTEST_ARGS)
 	$(BIN)/pytest --doctest-modules -q ddp_profiler
 
@@ -44,12 +44,13 @@ lint: $(VENV)/.installed-test ## Check style and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-docs: $(VENV)/.installed-docs ## Build the documentation's site in build/docs; a broken link is an error
-	@$(BIN)/sphinx-build -W --keep-going -q -b html -c docs . build/docs
-	@echo "Open build/docs/index.html"
+# A link or an anchor that does not hold and a page that the index does not name are errors; nothing
+# is fetched. -E reads all pages anew: of one that has not changed nothing would be said again.
+docs: $(VENV)/.installed-test ## Build the site of the documents into build/docs
+	$(BIN)/sphinx-build -q -E -W --keep-going -c docs -d build/doctrees . build/docs
 
-docs-links: $(VENV)/.installed-docs ## Ask the network whether links to other sites still work
-	@$(BIN)/sphinx-build -q -b linkcheck -c docs . build/docs-links
+docs-links: $(VENV)/.installed-test ## Ask the network whether the documents' external links hold
+	$(BIN)/sphinx-build -q -b linkcheck -c docs -d build/doctrees . build/linkcheck
 
 clean: ## Remove what was installed and built; measured runs stay
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
@@ -96,9 +97,5 @@ $(VENV)/.installed: $(SOURCES_OF_INSTALL) $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.installed-test: $(SOURCES_OF_INSTALL) $(VENV)/.torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
-	@touch $@ $(VENV)/.installed $(VENV)/.installed-docs
-
-$(VENV)/.installed-docs: $(SOURCES_OF_INSTALL) $(VENV)/.torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[test,docs]'
 	@touch $@ $(VENV)/.installed

@@ -46,7 +46,7 @@ Examples:
     torchrun --nproc_per_node=8 -m ddp_profiler.run train.py --lr 3e-4
     torchrun --nproc_per_node=8 -m ddp_profiler.run --module package.train --lr 3e-4
     torchrun --nproc_per_node=8 -m ddp_profiler.run --every 1000 train.py
-    torchrun --nproc_per_node=8 -m ddp_profiler.run --data FILE --accumulate 1,4
+    torchrun --nproc_per_node=8 -m ddp_profiler.run --data README.md --accumulate 1,4
     torchrun --nproc_per_node=2 -m ddp_profiler.run --model mlp:width=2048 --dp 2
 
 \b
