@@ -1,0 +1,149 @@
+"""Where printed commands run: a folder with all that the text presupposes, from real runs."""
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from . import printed
+from .conftest import ROOT, Finished, environment
+
+STUDY = "torchrun --standalone --nproc_per_node=2 -m ddp_profiler.run"
+SCRIPT = f"{STUDY} train.py --lr 3e-4"
+AGAIN = f"{STUDY} --every 1000 train.py --lr 3e-4"
+"""Printed commands whose run folders serve others, so that nothing is launched twice."""
+
+TRACED = f"{STUDY} --kineto 5 --model mlp --dp 2 --steps 10 --out runs/traced"
+
+HELLO = """\
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.tensor(float(dist.get_rank()))
+dist.all_reduce(total)
+print(f"rank {dist.get_rank()}: sum {total}")
+dist.destroy_process_group()
+"""
+
+
+def run(text, folder, timeout):
+    """Gives a command to a shell, as a user would in this folder, with this Python on the PATH.
+
+    With ``pipefail``: what fails before a pipe's end fails.
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    started = subprocess.Popen(
+        ["bash", "-o", "pipefail", "-c", text],
+        cwd=folder,
+        env=environment({"PATH": path, "OMP_NUM_THREADS": "1"}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = started.communicate(timeout=timeout)
+    except BaseException:
+        # torchrun's ranks are in this session too.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
+        raise
+    return Finished(started.returncode, out, err, folder)
+
+
+class Sandboxes:
+    """Runs printed commands, each once and in a folder of its own.
+
+    Args:
+        make_folder: Returns a new, empty folder.
+    """
+
+    def __init__(self, make_folder):
+        self._make_folder = make_folder
+        self._known = {}
+
+    def done(self, command, timeout=170):
+        """Returns the command's end; a command that is asked for again is not run again."""
+        if command.key not in self._known:
+            done = self._run(command, timeout)
+            # Torch's own threads abort the end of some processes, also without us.
+            if done.code != 0 and "Signal 6 (SIGABRT)" in done.out + done.err:
+                done = self._run(command, timeout)
+            self._known[command.key] = done
+        return self._known[command.key]
+
+    def _run(self, command, timeout):
+        folder = self._make_folder()
+        self._furnish(folder, command)
+        return run(command.text, folder, timeout)
+
+    def _made_by(self, text):
+        """Returns the one run folder that a command makes."""
+        done = self.done(printed.Command(text, "", 0))
+        assert done.code == 0, f"{text}\n{done.err[-3000:]}"
+        (made,) = (done.folder / "runs").iterdir()
+        return made
+
+    def _furnish(self, folder, command):
+        for path in ROOT.iterdir():
+            if not path.name.startswith(".") and path.name not in ("runs", "notebooks", "report"):
+                (folder / path.name).symlink_to(path)
+        if (ROOT / "notebooks").is_dir():
+            shutil.copytree(ROOT / "notebooks", folder / "notebooks")
+        train = Path(__file__).parent / "scripts" / "printed_train.py"
+        for name in ("train.py", "package/train.py", "base/train.py", "new/train.py"):
+            _write(folder / name, train.read_text())
+        _write(folder / "hello.py", HELLO)
+        if command.file.endswith(".md"):
+            for name, text in printed.files_of((ROOT / command.file).read_text()).items():
+                _write(folder / name, text)
+        self._bring(folder, command)
+
+    def _bring(self, folder, command):
+        """Copies the run folders and traces that a command names to where it looks for them."""
+        words = shlex.split(command.text.replace("\\\n", " "), comments=True)
+        reads_traces = words[:2] == ["ddp-profiler", "trace"]
+        for before, word in zip(["", *words], words, strict=False):
+            named = re.fullmatch(r"runs/([\w.-]+?)(-\*)?/?", word)
+            if before == "--out" or (folder / word).exists():
+                continue
+            if named:
+                source = TRACED if reads_traces else STUDY
+                if named[1] in ("base", "BASE", "new", "NEW"):
+                    source = SCRIPT if named[1].lower() == "base" else AGAIN
+                name = named[1] + ("-1" if named[2] else "")
+                shutil.copytree(self._made_by(source), folder / "runs" / name)
+            elif word in ("base-runs/", "new-runs/"):
+                source = SCRIPT if word == "base-runs/" else AGAIN
+                shutil.copytree(self._made_by(source), folder / word / "1")
+            elif word.startswith("traces") or re.fullmatch(r"\w+\.json\.gz", word):
+                if before == "--timeline":
+                    continue
+                (level,) = (self._made_by(TRACED) / "kineto").iterdir()
+                files = sorted(level.iterdir())
+                assert len(files) == 2
+                if word.startswith("traces"):
+                    shutil.copytree(level, folder / "traces")
+                else:
+                    shutil.copy(files[0], folder / word)
+        if words[:2] == ["ddp-profiler", "merge"]:
+            self._part(folder, words[2], words[3])
+
+    def _part(self, folder, first, second):
+        """Leaves each of two nodes the files of its own ranks."""
+        shutil.copytree(folder / first, folder / second)
+        (folder / first / "rank-00001.arrows").unlink()
+        (folder / second / "rank-00000.arrows").unlink()
+
+
+def _write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
