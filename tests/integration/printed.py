@@ -23,13 +23,15 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-PROGRAMS = frozenset(
-    """
-    torchrun ddp-profiler python python3 pip pytest ruff mypy make git jq scp ssh rsync ip tc
-    srun sbatch scontrol sinfo kubectl apt-get sudo systemctl sysctl docker jupyter mkdocs
-    cd export source . for while if mkdir cp mv rm ls cat curl wget accelerate
-    """.split()
-)
+# fmt: off
+PROGRAMS = frozenset((
+    "torchrun", "ddp-profiler", "python", "python3", "pip", "pytest", "ruff", "mypy", "make",
+    "git", "jq", "scp", "ssh", "rsync", "ip", "tc", "srun", "sbatch", "scontrol", "sinfo",
+    "kubectl", "apt-get", "sudo", "systemctl", "sysctl", "docker", "jupyter", "mkdocs", "cd",
+    "export", "source", ".", "for", "while", "if", "mkdir", "cp", "mv", "rm", "ls", "cat",
+    "curl", "wget",
+))
+# fmt: on
 OURS = ("launch/", "benchmarks/", "./", ".ci/", ".venv/")
 """How a program of this repository is called by its path."""
 

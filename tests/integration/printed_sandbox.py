@@ -14,11 +14,12 @@ from . import printed
 from .conftest import ROOT, Finished, environment
 
 STUDY = "torchrun --standalone --nproc_per_node=2 -m ddp_profiler.run"
-SCRIPT = f"{STUDY} train.py --lr 3e-4"
-AGAIN = f"{STUDY} --every 1000 train.py --lr 3e-4"
-"""Printed commands whose run folders serve others, so that nothing is launched twice."""
+"""A printed command whose run folder serves others, so that it is launched once."""
 
+SCRIPTS = Path(__file__).parent / "scripts"
+SIDES = f"python {shlex.quote(str(SCRIPTS / 'printed_launches.py'))} runs"
 TRACED = f"{STUDY} --kineto 5 --model mlp --dp 2 --steps 10 --out runs/traced"
+"""What makes the other runs and the traces."""
 
 HELLO = """\
 import torch
@@ -86,11 +87,10 @@ class Sandboxes:
         return run(command.text, folder, timeout)
 
     def _made_by(self, text):
-        """Returns the one run folder that a command makes."""
+        """Returns the run folders that a command makes, sorted."""
         done = self.done(printed.Command(text, "", 0))
         assert done.code == 0, f"{text}\n{done.err[-3000:]}"
-        (made,) = (done.folder / "runs").iterdir()
-        return made
+        return sorted((done.folder / "runs").iterdir())
 
     def _furnish(self, folder, command):
         for path in ROOT.iterdir():
@@ -98,7 +98,7 @@ class Sandboxes:
                 (folder / path.name).symlink_to(path)
         if (ROOT / "notebooks").is_dir():
             shutil.copytree(ROOT / "notebooks", folder / "notebooks")
-        train = Path(__file__).parent / "scripts" / "printed_train.py"
+        train = SCRIPTS / "printed_train.py"
         for name in ("train.py", "package/train.py", "base/train.py", "new/train.py"):
             _write(folder / name, train.read_text())
         _write(folder / "hello.py", HELLO)
@@ -112,30 +112,33 @@ class Sandboxes:
         words = shlex.split(command.text.replace("\\\n", " "), comments=True)
         reads_traces = words[:2] == ["ddp-profiler", "trace"]
         for before, word in zip(["", *words], words, strict=False):
-            named = re.fullmatch(r"runs/([\w.-]+?)(-\*)?/?", word)
-            if before == "--out" or (folder / word).exists():
+            path = folder / word
+            if before in ("--out", "--timeline") or path.exists():
                 continue
-            if named:
-                source = TRACED if reads_traces else STUDY
-                if named[1] in ("base", "BASE", "new", "NEW"):
-                    source = SCRIPT if named[1].lower() == "base" else AGAIN
-                name = named[1] + ("-1" if named[2] else "")
-                shutil.copytree(self._made_by(source), folder / "runs" / name)
-            elif word in ("base-runs/", "new-runs/"):
-                source = SCRIPT if word == "base-runs/" else AGAIN
-                shutil.copytree(self._made_by(source), folder / word / "1")
-            elif word.startswith("traces") or re.fullmatch(r"\w+\.json\.gz", word):
-                if before == "--timeline":
-                    continue
-                (level,) = (self._made_by(TRACED) / "kineto").iterdir()
-                files = sorted(level.iterdir())
-                assert len(files) == 2
-                if word.startswith("traces"):
-                    shutil.copytree(level, folder / "traces")
-                else:
-                    shutil.copy(files[0], folder / word)
+            if side := re.fullmatch(r"(?:runs/)?(base|new)-(?:\*|runs/)", word, re.IGNORECASE):
+                for run_folder in self._made_by(SIDES):
+                    if run_folder.name.startswith(side[1]):
+                        parent = path.parent if word.endswith("*") else path
+                        shutil.copytree(run_folder, parent / run_folder.name)
+            elif word in ("runs/BASE", "runs/NEW"):
+                made = {made.name: made for made in self._made_by(SIDES)}
+                shutil.copytree(made[f"{path.name.lower()}-1"], path)
+            elif word.startswith("runs/"):
+                (made,) = self._made_by(TRACED if reads_traces else STUDY)
+                shutil.copytree(made, folder / word.replace("*", "1"))
+            elif word.startswith("traces"):
+                shutil.copytree(self._traces(), path)
+            elif re.fullmatch(r"\w+\.json\.gz", word):
+                shutil.copy(self._traces() / "rank-00000.json.gz", path)
         if words[:2] == ["ddp-profiler", "merge"]:
             self._part(folder, words[2], words[3])
+
+    def _traces(self):
+        """Returns a folder with the traces of two ranks."""
+        (made,) = self._made_by(TRACED)
+        (level,) = (made / "kineto").iterdir()
+        assert len(list(level.iterdir())) == 2
+        return level
 
     def _part(self, folder, first, second):
         """Leaves each of two nodes the files of its own ranks."""

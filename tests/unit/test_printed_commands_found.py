@@ -10,7 +10,7 @@ def keys(text, read=printed.of_markdown):
 
 
 def test_an_indented_block():
-    text = "Do\n\n    pip list  # what is there\n    torchrun \\\n        a.py\n\n    Package  Version\n"
+    text = "Do\n\n    pip list  # all\n    torchrun \\\n        a.py\n\n    Package  Version\n"
     assert keys(text) == [("pip list", 3), ("torchrun a.py", 4)]
 
 
@@ -34,8 +34,8 @@ def test_a_transcript():
 
 
 def test_help_as_text():
-    text = "```text\nUsage: ddp-profiler plan\n\n  Examples:\n      ddp-profiler plan \\\n          --dp 2\n```\n"
-    assert keys(text) == [("ddp-profiler plan --dp 2", 5)]
+    text = "```text\nUsage: foo\n\n  Examples:\n      pip list \\\n          -v\n```\n"
+    assert keys(text) == [("pip list -v", 5)]
 
 
 def test_formulas_and_output_are_none():
@@ -94,10 +94,13 @@ def test_whole_commands(text):
 
 
 def test_the_head_of_a_launcher():
-    text = "#!/bin/sh\n# Here: pip none\n#   pip list   # all\n#   A=1 launch/x.sh\n#\nset -e\n#   pip no\n"
+    text = (
+        "#!/bin/sh\n# Here: pip x\n#   pip list   # all\n#   A=1 launch/x.sh\nset -e\n#   pip y\n"
+    )
     assert keys(text, printed.of_launcher) == [("pip list", 3), ("A=1 launch/x.sh", 4)]
 
 
 def test_files_to_save():
-    text = "Save this as `a.py`:\n\n```python\nx = 1\n```\n\nThen\n\n```python\n# b/c.py\ny\n```\n\n```python\nz\n```\n"
+    saved = "Save this as `a.py`:\n\n```python\nx = 1\n```\n\nThen\n\n"
+    text = f"{saved}```python\n# b/c.py\ny\n```\n\n```python\nz\n```\n"
     assert printed.files_of(text) == {"a.py": "x = 1\n", "b/c.py": "# b/c.py\ny\n"}
