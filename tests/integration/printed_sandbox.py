@@ -21,6 +21,9 @@ SIDES = f"python {shlex.quote(str(SCRIPTS / 'printed_launches.py'))} runs"
 TRACED = f"{STUDY} --kineto 5 --model mlp --dp 2 --steps 10 --out runs/traced"
 """What makes the other runs and the traces."""
 
+WRITTEN_TO = ("docs", "notebooks")
+"""Folders of the repository in which a command may write; only those are copied."""
+
 HELLO = """\
 import torch
 import torch.distributed as dist
@@ -94,14 +97,15 @@ class Sandboxes:
 
     def _furnish(self, folder, command):
         for path in ROOT.iterdir():
-            if not path.name.startswith(".") and path.name not in ("runs", "notebooks", "report"):
+            if path.name in WRITTEN_TO:
+                shutil.copytree(path, folder / path.name)
+            elif not path.name.startswith(".") and path.name not in ("runs", "report", "traces"):
                 (folder / path.name).symlink_to(path)
-        if (ROOT / "notebooks").is_dir():
-            shutil.copytree(ROOT / "notebooks", folder / "notebooks")
         train = SCRIPTS / "printed_train.py"
         for name in ("train.py", "package/train.py", "base/train.py", "new/train.py"):
             _write(folder / name, train.read_text())
         _write(folder / "hello.py", HELLO)
+        _write(folder / "FILE", (ROOT / "README.md").read_text())
         if command.file.endswith(".md"):
             for name, text in printed.files_of((ROOT / command.file).read_text()).items():
                 _write(folder / name, text)
@@ -123,6 +127,10 @@ class Sandboxes:
             elif word in ("runs/BASE", "runs/NEW"):
                 made = {made.name: made for made in self._made_by(SIDES)}
                 shutil.copytree(made[f"{path.name.lower()}-1"], path)
+            elif word == "runs*/*":
+                # What the command above it in the transcript leaves.
+                for node in ("node0", "node1"):
+                    _write(folder / f"runs.{node}" / "mine", node)
             elif word.startswith("runs/"):
                 (made,) = self._made_by(TRACED if reads_traces else STUDY)
                 shutil.copytree(made, folder / word.replace("*", "1"))

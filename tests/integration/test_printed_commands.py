@@ -68,9 +68,20 @@ ON_TWO_NODES = {
 }
 """Commands for a node of two, which run in the lab; and what differs on the other one."""
 
+SLOW = frozenset(
+    f"{STUDY} {options}"
+    for options in (
+        "--data README.md --accumulate 1,4",
+        "--global-batch 32 --micro-batch 4",
+        "--confirm",
+        "--find-micro-batch",
+    )
+)
+"""Of README's launches those that take more than 20 s on a quiet machine with 2 cores."""
+
 ALL = os.environ.get("DDP_PROFILER_ALL_COMMANDS") == "1"
 ALWAYS = re.compile(r"README.*\.md|docs/quickstart\.md")
-"""Documents whose launches are always tried."""
+"""Documents whose launches are always tried, but for SLOW ones."""
 
 
 def launches(key):
@@ -110,7 +121,7 @@ def cases():
         if key.startswith("launch/lab ") or key in ON_TWO_NODES:
             marks.append(pytest.mark.lab)
         always = any(ALWAYS.fullmatch(place.file) for place in places)
-        if launches(key) and not always and not ALL:
+        if launches(key) and (key in SLOW or not always) and not ALL:
             marks.append(pytest.mark.skip("starts ranks: DDP_PROFILER_ALL_COMMANDS=1 runs it"))
         found.append(pytest.param(places[0], id=places[0].place, marks=marks))
     return found
@@ -175,7 +186,7 @@ def test_the_commands_that_are_kept_here_are_printed():
     """Else the tables would rot, and the others' runs would come from nowhere."""
     for pattern in (*BY_HAND, *VERDICTS):
         assert any(re.fullmatch(pattern, key) for key in UNIQUE), pattern
-    for key in (*REFUSED, *ON_TWO_NODES, STUDY):
+    for key in (*REFUSED, *ON_TWO_NODES, *SLOW, STUDY):
         assert key in UNIQUE, key
 
 
