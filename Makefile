@@ -24,10 +24,10 @@ COUNT_RANKS := import os, torch; gpus = torch.cuda.device_count(); \
 	ranks = gpus or min(2, cores); print(ranks, max(1, cores // ranks))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint clean
+.PHONY: help run test lint docs docs-links clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: $(VENV)/.installed ## Install what is missing, then measure a small model on this machine
 	@set -- $$($(BIN)/python -c '$(COUNT_RANKS)') && \
@@ -43,6 +43,13 @@ lint: $(VENV)/.installed-test ## Check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed-docs ## Build the documentation's site in build/docs; a broken link is an error
+	@$(BIN)/sphinx-build -W --keep-going -q -b html -c docs . build/docs
+	@echo "Open build/docs/index.html"
+
+docs-links: $(VENV)/.installed-docs ## Ask the network whether links to other sites still work
+	@$(BIN)/sphinx-build -q -b linkcheck -c docs . build/docs-links
 
 clean: ## Remove what was installed and built; measured runs stay
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
@@ -90,4 +97,8 @@ $(VENV)/.installed: $(SOURCES_OF_INSTALL) $(VENV)/.torch
 
 $(VENV)/.installed-test: $(SOURCES_OF_INSTALL) $(VENV)/.torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-docs
+
+$(VENV)/.installed-docs: $(SOURCES_OF_INSTALL) $(VENV)/.torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
 	@touch $@ $(VENV)/.installed

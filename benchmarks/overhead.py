@@ -12,13 +12,14 @@ separates the cost per step from the cost per bucket.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from benchkit import (
     machine_line,
     read_figures,
 )
+from overhead_peers import ALL, Peer
 
 RANKS = 2
 LAYERS = 8
@@ -42,16 +44,33 @@ PARAMETERS = 65536
 MICRO_BATCH = 4
 LAYER_MB = PARAMETERS * 4 / 2**20
 VARIANTS = ("plain", "instrumented", "plain_again")
-ORDERS = ((0, 1, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0), (0, 2, 1), (1, 0, 2))
-"""Williams design for three treatments: 6 sequences, balanced for place and predecessor."""
+"""What is always measured; others go between."""
+
+
+def orders(variants: int) -> tuple[tuple[int, ...], ...]:
+    """Returns a Williams design: sequences that are balanced for place and predecessor.
+
+    Args:
+        variants: How many treatments; as many sequences are made, twice as many if odd.
+
+    >>> orders(4)
+    ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))
+    """
+    first = [0]
+    for number in range(1, variants):
+        # One from the front, one from the back, in turns.
+        first.append((number + 1) // 2 if number % 2 else variants - number // 2)
+    rows = [tuple((place + shift) % variants for place in first) for shift in range(variants)]
+    return tuple(rows + [row[::-1] for row in rows] * (variants % 2))
+
 
 GOAL_BUCKET_US = 50.0
 GOAL_PERCENT = 1.0
 LEAST_ROUNDS = 12
 """Below, a bootstrap over rounds has too little to draw from, and no verdict is given."""
 
-FORMAT_VERSION = 1
-"""Of the JSON file. 1: first format."""
+FORMAT_VERSION = 2
+"""Of the JSON file. 1: first format. 2: the variants are listed, others' observers may be there."""
 
 
 _HELP = f"""Measure what the profiler itself costs, on this machine.
@@ -65,6 +84,9 @@ Variants, in blocks that take turns in the same processes on the same DDP object
   plain         the study's plain step: one mark at its end, nothing attached to DDP
   instrumented  all marks, the adapter attached
   plain_again   plain once more: what it differs from plain is the noise of the machine
+
+With --peers others take turns too, each around plain steps: torch.profiler (CPU activities), DDP's
+own logger (sampled and read at each step) and traceml-ai's trace_step (`pip install traceml-ai`).
 """
 
 _EPILOG = """How to read the table:
@@ -86,6 +108,7 @@ missed, or the machine was too noisy to tell; then raise --rounds.
 Examples:
   python benchmarks/overhead.py                     about 4 minutes
   python benchmarks/overhead.py --json figures.json with every step, to analyse again
+  python benchmarks/overhead.py --peers             beside others, about 8 minutes
   python benchmarks/overhead.py --quick             10 s: does it run? Not for figures
   python benchmarks/overhead.py --read figures.json the table of an earlier run
 
@@ -139,11 +162,13 @@ class Plan:
         rounds: Rounds; in each, each case runs one block of each variant.
         block_steps: Steps in a block; the first one, after a barrier, is not counted.
         warmup: Steps of each case beforehand, and again to set the sleeps.
+        peers: Whether other observers take turns as well.
     """
 
     rounds: int
     block_steps: int
     warmup: int
+    peers: bool = False
 
 
 # ----------------------------------------------------------------------------------------------
@@ -196,12 +221,25 @@ def work(plan: Plan, out: Path) -> None:
                 steps_us.append((end - begin) / 1000)
 
     topology = read_topology(os.environ)
+
+    class PlainRun(LevelRun):
+        """A run whose plain steps another observer can be put around."""
+
+        peer: Peer | None = None
+
+        def _plain_step(self, begin: Any) -> Any:
+            if self.peer is None:
+                return super()._plain_step(begin)
+            # What is done after the step's last mark is in the next one, which begins there.
+            with self.peer.step():
+                return super()._plain_step(begin)
+
     session = Session(topology, choose_device(topology, "gloo", None), timeout_s=300)
     recorder = ObservedRecorder(HostTimeline(), keep)
     group = dist.new_group(list(range(RANKS)))
     runs = []
     for case in CASES:
-        run = LevelRun(
+        run = PlainRun(
             LevelSettings(case.name, RANKS, MICRO_BATCH, 1, "packed", tuple(range(RANKS))),
             build(case.model, seed=0, micro_batch=MICRO_BATCH, data=None),
             recorder,
@@ -229,25 +267,48 @@ def work(plan: Plan, out: Path) -> None:
             layer.forward_s *= factor
             layer.backward_s *= factor
         runs.append(run)
+    peers: list[dict[str, Peer]] = [{} for _ in runs]
+    missing = []
+    for name, make in ALL.items() if plan.peers else ():
+        try:
+            for ready, run in zip(peers, runs, strict=True):
+                ready[name] = make(run.ddp)
+        except ImportError as error:
+            missing.append(f"{name}: {error}")
+    variants = (*VARIANTS[:-1], *peers[0], VARIANTS[-1])
+    turns = orders(len(variants))
+
+    @contextlib.contextmanager
+    def observed_by(run: PlainRun, peer: Peer | None) -> Iterator[None]:
+        with contextlib.nullcontext() if peer is None else peer.block():
+            run.peer = peer
+            try:
+                yield
+            finally:
+                run.peer = None
 
     blocks: list[dict[str, Any]] = []
     for round_ in range(plan.rounds):
-        for place, (case, run) in enumerate(zip(CASES, runs, strict=True)):
+        for place, (case, run, ready) in enumerate(zip(CASES, runs, peers, strict=True)):
             # Another row for each case, so that a place in time favours no variant.
-            for variant in ORDERS[(round_ + 2 * place) % len(ORDERS)]:
+            for variant in turns[(round_ + 2 * place) % len(turns)]:
                 steps_us.clear()
                 collectives = 0
-                observed = VARIANTS[variant] == "instrumented"
+                name = variants[variant]
+                observed = name == "instrumented"
                 recorder.begin_block(place, 0, round_, Variant.PLAIN)
-                cpu = time.process_time_ns()
-                run.run_block(plan.block_steps, Variant.INSTRUMENTED if observed else Variant.PLAIN)
+                with observed_by(run, ready.get(name)):
+                    cpu = time.process_time_ns()
+                    run.run_block(
+                        plan.block_steps, Variant.INSTRUMENTED if observed else Variant.PLAIN
+                    )
                 if collectives != (case.buckets * plan.block_steps if observed else 0):
                     raise RuntimeError(f"{case.name}: {collectives} collectives were noted")
                 blocks.append(
                     {
                         "case": case.name,
                         "round": round_,
-                        "variant": VARIANTS[variant],
+                        "variant": name,
                         "steps_us": list(steps_us),
                         "cpu_us": (recorder.cpu_at_flush_ns - cpu) / 1000 / plan.block_steps,
                         "flush_us": recorder.flush_ns / 1000 / plan.block_steps,
@@ -261,7 +322,16 @@ def work(plan: Plan, out: Path) -> None:
             print("\r" + " " * 30 + "\r", end="", file=sys.stderr)
         ranks = [session.learn(f"blocks/{rank}") for rank in range(RANKS)]
         out.write_text(
-            json.dumps({"torch": torch.__version__, "cases": _asdicts(CASES), "ranks": ranks})
+            json.dumps(
+                {
+                    "torch": torch.__version__,
+                    "cases": _asdicts(CASES),
+                    "variants": variants,
+                    "versions": {name: peer.version for name, peer in peers[0].items()},
+                    "missing": missing,
+                    "ranks": ranks,
+                }
+            )
         )
     for run in runs:
         run.close()
@@ -306,6 +376,27 @@ class CaseResult:
 
 
 @dataclass(frozen=True)
+class PeerResult:
+    """What another observer costs, and what ours costs less that, on the same rounds.
+
+    Attributes:
+        name: Its name.
+        cost_us: Its cost of a step, by case.
+        less_us: Ours less its, by case: below 0 where ours costs less.
+        slope_us: Its cost of one more bucket.
+        slope_less_us: Ours of one more bucket less its.
+        cpu_cost_us: Its cost of a step in processor time of a rank, by case.
+    """
+
+    name: str
+    cost_us: tuple[Estimate, ...]
+    less_us: tuple[Estimate, ...]
+    slope_us: Estimate
+    slope_less_us: Estimate
+    cpu_cost_us: tuple[Estimate, ...]
+
+
+@dataclass(frozen=True)
 class Verdict:
     """A goal and whether the run shows that it is met.
 
@@ -333,6 +424,7 @@ class Result:
         cpu_slope_us: Processor time of one more bucket.
         cpu_fixed_us: Processor time of a step without buckets.
         verdicts: The goals.
+        peers: The other observers that were measured.
     """
 
     cases: tuple[CaseResult, ...]
@@ -341,6 +433,7 @@ class Result:
     cpu_slope_us: Estimate
     cpu_fixed_us: Estimate
     verdicts: tuple[Verdict, ...]
+    peers: tuple[PeerResult, ...] = ()
 
 
 def analyze(raw: dict[str, Any]) -> Result:
@@ -349,10 +442,14 @@ def analyze(raw: dict[str, Any]) -> Result:
     rounds = raw["plan"]["rounds"]
     results = {}
     costs: dict[str, tuple[Floats, Floats]] = {}
+    names = [name for name in raw["variants"] if name not in VARIANTS]
+    walls, cpus = [], []
     for case in cases:
         wall = _table(raw, case, lambda block: float(np.median(block["steps_us"][1:])))
         cpu = _table(raw, case, lambda block: block["cpu_us"])
         flush = _table(raw, case, lambda block: block["flush_us"])
+        walls.append(wall)
+        cpus.append(cpu)
         costs[case.name] = (_cost(wall), _cost(cpu))
         plain = float(np.median([wall["plain"], wall["plain_again"]]))
         cost, noise = estimate(_cost(wall)), estimate(wall["plain_again"] - wall["plain"])
@@ -398,6 +495,9 @@ def analyze(raw: dict[str, Any]) -> Result:
                 for result in (short, long)
             ),
         ),
+        peers=tuple(
+            _peer(name, cases, walls, [_cost(table, name) for table in cpus]) for name in names
+        ),
     )
 
 
@@ -412,16 +512,36 @@ def _table(raw: dict[str, Any], case: Case, value: Any) -> dict[str, Floats]:
                     if block["case"] == case.name and block["variant"] == variant
                 ]
             )
-            for variant in VARIANTS
+            for variant in raw["variants"]
         }
         for blocks in raw["ranks"]
     ]
-    return {variant: np.mean([rank[variant] for rank in ranks], axis=0) for variant in VARIANTS}
+    return {
+        variant: np.mean([rank[variant] for rank in ranks], axis=0) for variant in raw["variants"]
+    }
 
 
-def _cost(table: dict[str, Floats]) -> Floats:
-    cost: Floats = table["instrumented"] - (table["plain"] + table["plain_again"]) / 2
+def _cost(table: dict[str, Floats], variant: str = "instrumented") -> Floats:
+    cost: Floats = table[variant] - (table["plain"] + table["plain_again"]) / 2
     return cost
+
+
+def _peer(
+    name: str, cases: Sequence[Case], wall: Sequence[dict[str, Floats]], cpu: Sequence[Floats]
+) -> PeerResult:
+    ours = [_cost(table) for table in wall]
+    theirs = [_cost(table, name) for table in wall]
+    # Of the cases with one length of step: eight buckets and one.
+    more = cases[0].buckets - cases[2].buckets
+    slope, our_slope = ((a[0] - a[2]) / more for a in (theirs, ours))
+    return PeerResult(
+        name=name,
+        cost_us=tuple(map(estimate, theirs)),
+        less_us=tuple(estimate(a - b) for a, b in zip(ours, theirs, strict=True)),
+        slope_us=estimate(slope),
+        slope_less_us=estimate(our_slope - slope),
+        cpu_cost_us=tuple(map(estimate, cpu)),
+    )
 
 
 def _verdict(goal: str, bounds: tuple[float, float], found: Estimate, rounds: int) -> Verdict:
@@ -444,7 +564,8 @@ def render(result: Result, raw: dict[str, Any]) -> str:
     lines = [
         f"Overhead of the profiler: timed workload, {LAYERS} layers, dp = {RANKS}, gloo on CPU",
         machine_line(raw),
-        f"{plan['rounds']} rounds of 3 cases x 3 variants x {plan['block_steps']} steps; "
+        f"{plan['rounds']} rounds of 3 cases x {len(raw['variants'])} variants x "
+        f"{plan['block_steps']} steps; "
         "cost [95 % interval]",
         "",
         _row("", ["36 ms", "108 ms", "36 ms"]),
@@ -473,14 +594,37 @@ def render(result: Result, raw: dict[str, Any]) -> str:
             names[True] = "equivalent"
         shown = names[verdict.shown]
         lines.append(f"{verdict.goal:<42}{span:>22}  {shown:<14}".rstrip())
+    if result.peers or raw["missing"]:
+        lines += _beside(result, raw)
     return "\n".join(lines)
+
+
+def _beside(result: Result, raw: dict[str, Any]) -> list[str]:
+    """Returns the lines about other observers of the same steps."""
+    lines = ["", "Others in the same rounds; us a step, wall and CPU time"]
+    for peer in result.peers:
+        lines += [
+            f"{peer.name} {raw['versions'][peer.name]}",
+            _row("  cost of a step", map(_us, peer.cost_us)),
+            _row("  CPU cost of step", map(_us, peer.cpu_cost_us)),
+            _row("  ours less its", map(_us, peer.less_us)),
+            _row("  one more bucket", [_us(peer.slope_us)]),
+            _row("    ours less its", [_us(peer.slope_less_us)]),
+        ]
+        # The upper end of the 90 % interval is a one-sided 95 % bound.
+        steps = [found.ci90[1] < 0 for found in peer.less_us]
+        bucket = peer.slope_less_us.ci90[1] < 0
+        said = [f"{sum(steps)} of {len(steps)} cases" if any(steps) else "no case"]
+        said += ["below" if bucket else "not below"]
+        lines.append(f"  ours is shown to cost less in {said[0]}; per bucket {said[1]}")
+    return [*lines, *(f"not measured: {why}"[:79] for why in raw["missing"])]
 
 
 def _buckets(count: int) -> str:
     return f"{count} bucket{'s' if count > 1 else ''}"
 
 
-def _row(name: str, cells: Sequence[str]) -> str:
+def _row(name: str, cells: Iterable[str]) -> str:
     return f"{name:<22}" + "".join(f"{cell:>{_COLUMN}}" for cell in cells)
 
 
@@ -513,6 +657,7 @@ def measure(plan: Plan) -> dict[str, Any]:
             str(plan.rounds),
         ]
         words += ["--block-steps", str(plan.block_steps), "--warmup", str(plan.warmup)]
+        words += ["--peers"] * plan.peers
         launch(RANKS, words)
         raw: dict[str, Any] = json.loads(out.read_text())
     return {**head(FORMAT_VERSION, load), "plan": asdict(plan), **raw}
@@ -531,6 +676,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--block-steps", type=at_least(2), default=10, help="steps in a block (10)")
     parser.add_argument("--warmup", type=at_least(3), default=20, help="steps beforehand (20)")
     add_file_options(parser)
+    parser.add_argument("--peers", action="store_true", help="measure other observers as well")
     parser.add_argument("--quick", action="store_true", help="2 rounds of 3 steps: a smoke test")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return parser
@@ -540,9 +686,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    plan = Plan(options.rounds, options.block_steps, options.warmup)
+    plan = Plan(options.rounds, options.block_steps, options.warmup, options.peers)
     if options.quick:
-        plan = Plan(rounds=2, block_steps=3, warmup=3)
+        plan = replace(plan, rounds=2, block_steps=3, warmup=3)
     if options.worker is not None:
         work(plan, options.worker)
         return 0

@@ -12,6 +12,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 SCALINGS = ("weak", "strong")
 BACKENDS = ("auto", "nccl", "gloo")
 PLACEMENTS = ("packed", "spread", "both")
+COLLECTIONS = ("auto", "whole", "condensed")
 DEFAULT_MODEL = "gpt-tiny"
 DEFAULT_MICRO_BATCH = 8
 MIN_WARMUP = 2
@@ -62,8 +63,11 @@ class StudyConfig:
         confirm: Measure the change of settings that is predicted to gain most.
         find_micro_batch: Measure memory and speed against the micro-batch first. The levels then
             use the one that is found where neither micro_batch nor global_batch is given.
+        collect: What comes to rank 0 of the files on nodes that do not see its folder: ``whole``,
+            ``condensed``, or ``auto``, which is condensed where they are large.
         memory_limit_gb: Memory in GB that a rank may use in that search; what the machine has to
             spare where None.
+        nccl: Another ``libnccl.so.2`` to use than torch's own.
 
     Raises:
         UsageError: A setting is out of its range.
@@ -96,6 +100,8 @@ class StudyConfig:
     confirm: bool = False
     find_micro_batch: bool = False
     memory_limit_gb: float | None = None
+    collect: str = "auto"
+    nccl: Path | None = None
 
     def __post_init__(self) -> None:
         _at_least("--steps", self.steps, 1)
@@ -167,7 +173,12 @@ class StudyConfig:
                 )
         _one_of("--precision", self.precision, PRECISIONS)
         _one_of("--backend", self.backend, BACKENDS)
+        if self.nccl is not None and self.backend == "gloo":
+            raise UsageError(
+                "--nccl names an NCCL, and --backend gloo uses none.", "Leave one of them out."
+            )
         _one_of("--placement", self.placement, PLACEMENTS)
+        _one_of("--collect", self.collect, COLLECTIONS)
 
 
 @dataclass(frozen=True)
@@ -190,6 +201,7 @@ class ScriptConfig:
             the last step but one of the warm-up is compared with it.
         every: Optimizer steps from the begin of one window of observed steps to the next; only
             one window where None.
+        nccl: Another ``libnccl.so.2`` to use than torch's own.
 
     Raises:
         UsageError: A setting is out of its range.
@@ -207,6 +219,7 @@ class ScriptConfig:
     debug: bool = False
     replay: str | None = None
     every: int | None = None
+    nccl: Path | None = None
 
     @property
     def window(self) -> int:

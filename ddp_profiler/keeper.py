@@ -19,6 +19,7 @@ from typing import Any
 
 from ddp_profiler import units
 from ddp_profiler._version import __version__
+from ddp_profiler.condensing import to_send
 from ddp_profiler.config import ScriptConfig, StudyConfig
 from ddp_profiler.errors import InputError, UsageError
 from ddp_profiler.measure import collect
@@ -175,15 +176,22 @@ class PartsCollection:
         parts: The folders in use; empty if all ranks see one.
         folder: The run folder.
         say: Shows a line to the user.
+        how: ``whole``, ``condensed`` or ``auto``, see :func:`ddp_profiler.condensing.to_send`.
     """
 
     def __init__(
-        self, session: Session, parts: Sequence[RecordPart], folder: Path, say: Say
+        self,
+        session: Session,
+        parts: Sequence[RecordPart],
+        folder: Path,
+        say: Say,
+        how: str = "whole",
     ) -> None:
         self._session = session
         self._parts = parts
         self._folder = folder
         self._say = say
+        self._how = how
         self._senders = [rank for part in parts if part.keeper != 0 for rank in part.ranks]
         self._carrier: collect.GroupCarrier | None = None
         if self._senders:
@@ -212,7 +220,11 @@ class PartsCollection:
                 ),
                 _Progress(self._say),
             )
-        reason = unreachable or collect.hand_over(carrier, paths.rank_file(self._folder, rank))
+        reason = unreachable or collect.hand_over(
+            carrier,
+            paths.rank_file(self._folder, rank),
+            lambda _: to_send(self._folder, rank, self._how, len(self._senders)),
+        )
         if not reason:
             return {}
         error = InputError(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_profiler.analysis.comparability import Launch
 from ddp_profiler.analysis.detail import LevelDetail
 from ddp_profiler.analysis.parts import Columns
+from ddp_profiler.analysis.rank_record import RankRecord, rank_record, without_kineto
 from ddp_profiler.analysis.results import Summary
-from ddp_profiler.analysis.summary import summarize_in_detail, summarize_run
+from ddp_profiler.analysis.summary import join, join_in_detail
 from ddp_profiler.errors import InputError
 from ddp_profiler.predict.findings import with_gains
 from ddp_profiler.predict.outlook import Outlook, look_ahead
@@ -40,7 +40,7 @@ def load_summary(folder: Path) -> Summary:
     Raises:
         InputError: The folder holds no readable run, or files of another run.
     """
-    summary = summarize_run(*_read(folder))
+    summary = join(*_read(folder))
     predictor, _ = predictor_of(summary)
     return with_gains(summary, predictor)
 
@@ -51,18 +51,26 @@ def load_report(folder: Path) -> Loaded:
     Raises:
         InputError: The folder holds no readable run, or files of another run.
     """
-    summary, details = summarize_in_detail(*_read(folder))
+    info, records, incomplete = _read(folder)
+
+    def spans_of(rank: int) -> Columns:
+        return without_kineto(reader.read_rank(folder, rank).columns)
+
+    summary, details = join_in_detail(info, records, spans_of, incomplete)
     predictor, why_not = predictor_of(summary)
     return Loaded(with_gains(summary, predictor), details, look_ahead(predictor, why_not))
 
 
-def _read(folder: Path) -> tuple[RunInfo, Mapping[int, Columns], list[int]]:
-    """Returns the run's description, each rank's spans, and the ranks whose record was cut."""
+def _read(folder: Path) -> tuple[RunInfo, list[RankRecord], list[int]]:
+    """Returns the run's description, what each rank gives, and the ranks whose record was cut.
+
+    One rank's spans are held at a time: what is kept of them is much smaller.
+    """
     info = reader.read_run_info(folder)
     found = paths.rank_files(folder)
     if not found:
         raise InputError(f"{folder} holds no rank-*.arrows: nothing was measured.", "Run it again.")
-    columns, incomplete = {}, []
+    records, incomplete = [], []
     for rank in found:
         spans = reader.read_rank(folder, rank)
         if spans.run_id != info.run_id:
@@ -70,10 +78,10 @@ def _read(folder: Path) -> tuple[RunInfo, Mapping[int, Columns], list[int]]:
                 f"{found[rank]} belongs to the run {spans.run_id}, not to {info.run_id}.",
                 "Keep the files of different runs in folders of their own.",
             )
-        columns[rank] = spans.columns
+        records.append(rank_record(info, rank, spans.columns))
         if not spans.complete:
             incomplete.append(rank)
-    return info, columns, incomplete
+    return info, records, incomplete
 
 
 def load_launch(folder: Path) -> Launch:

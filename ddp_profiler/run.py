@@ -28,6 +28,7 @@ from ddp_profiler.errors import (
     InputError,
     UsageError,
 )
+from ddp_profiler.measure import nccl
 from ddp_profiler.measure.topology import Topology, place_levels, plan_levels, read_topology
 from ddp_profiler.record import paths, writer
 from ddp_profiler.schema import (
@@ -59,6 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = parse_click(worker_options.command, given, NAME, quiet=not speaks)
     except DdpProfilerError as error:
         return _complain(error, speaks)
+    if isinstance(config, ScriptConfig | StudyConfig) and config.nccl is not None:
+        try:
+            # Before torch is imported. This process may begin anew here.
+            nccl.use(config.nccl)
+        except DdpProfilerError as error:
+            # Once on each node: the file may be one node's own.
+            return _complain(error, speaks=topology.local_rank == 0)
     if isinstance(config, ScriptConfig):
         return _run_script(config, topology)
     if not isinstance(config, StudyConfig):  # --help was asked for
@@ -157,6 +165,11 @@ class _Worker:
             parse_plants(self.config.plants), topology.world_size, [lv.dp for lv in self.levels]
         )
         device = session.choose_device(topology, self.config.backend, self.config.threads_per_rank)
+        if self.config.nccl is not None and device.backend != "nccl":
+            raise UsageError(
+                f"--nccl names an NCCL, and this run would use {device.backend}.",
+                "Leave --nccl out, or start no more ranks on a node than it has GPUs.",
+            )
         interfaces.find_route(device.backend)
         if topology.local_world_size < topology.world_size:
             # Under NCCL, gloo carries clock readings and files between nodes.
@@ -262,7 +275,7 @@ class _Worker:
         folder = Path(folder_name)
         parts = keeper.settle(session, self.topology.world_size, folder, described)
         phase.name = "describing the run"
-        collection = PartsCollection(session, parts, folder, _say)
+        collection = PartsCollection(session, parts, folder, _say, config.collect)
         clock = local_clock(planted_clock(parse_plants(config.plants), rank))
         places = session.gather_places(clock.domain)
         self.levels = place_levels(self.levels, places, config.placement)

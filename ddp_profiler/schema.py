@@ -127,6 +127,17 @@ of a script's ``GRADIENT``, the parameters that a ``BOOKKEEPING`` map holds as
 unused on this rank, a digest, the bits of a float64 (norms of gradients).
 """
 
+CONDENSED_COLUMNS: tuple[tuple[str, str], ...] = (
+    ("collectives", "int32"),
+    ("last_begin_ns", "int64"),
+    ("busy_ns", "int64"),
+    ("overlapped_ns", "int64"),
+    ("unnoticed", "int32"),
+)
+"""What a condensed stream has beside ``SPAN_COLUMNS``: its ``GRADIENT`` rows hold all collectives
+of a micro-step and DDP. 0 in all other rows. See :mod:`ddp_profiler.analysis.condensed`.
+"""
+
 NULLABLE_SPAN_COLUMNS = frozenset({"end_ns", "bytes", "samples", "value"})
 
 
@@ -517,6 +528,8 @@ class LevelFacts:
             outside forward and backward, while it was observed.
         operations: The operations of a micro-step and of the optimizer; None if not counted.
         device: The device of the level's first rank, with its peaks; None if not measured.
+        start_up_ms: From the start of the level to its first warm-up step on its first rank:
+            model, data and DDP are made; of its first visit. None if not measured.
     """
 
     id: str
@@ -541,6 +554,7 @@ class LevelFacts:
     reduced_outside_bytes: int = 0
     operations: OperationCount | None = None
     device: DevicePeaks | None = None
+    start_up_ms: float | None = None
 
 
 @dataclass(frozen=True)

@@ -960,24 +960,99 @@ def _parser() -> argparse.ArgumentParser:
         "address. See docs/lab.md.",
     )
     add = parser.add_argument
-    add("--nodes", type=int, default=2, metavar="N", help="number of nodes (2)")
-    add("--nproc-per-node", type=int, default=1, metavar="N", help="processes per node (1)")
-    add("--rate-mbit", type=float, default=1000.0, metavar="X", help="link rate (1000)")
-    add("--burst-kb", type=int, default=256, metavar="N", help="burst of the link, KiB (256)")
-    add("--clock-shift", type=_node_seconds, action="append", default=[], metavar="NODE=SECONDS")
-    add("--private-dir", action="append", default=[], metavar="PATH", help="a folder of which "
-        "every node sees its own, kept as PATH.nodeK")  # fmt: skip
-    add("--rdzv", choices=("static", "c10d"), default="static", help="rendezvous (static)")
-    add("--torchrun", metavar="PATH", help="else beside this Python, else on PATH")
-    add("--env", type=_key_value, action="append", default=[], metavar="K=V")
-    add("--absent", type=int, action="append", default=[], metavar="NODE", help="never joins")
-    add("--timeout", type=float, metavar="S", help="end all nodes after S seconds")
-    add("--log-dir", metavar="DIR", help="also write each node's output to DIR/nodeK.log")
+    add("--nodes", type=int, default=2, metavar="N", help="nodes; default: 2")
+    add(
+        "--nproc-per-node",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes on each node; default: 1",
+    )
+    add(
+        "--rate-mbit",
+        type=float,
+        default=1000.0,
+        metavar="X",
+        help="rate of each node's link, per direction, 10^6 bit/s on the wire; default: 1000",
+    )
+    add(
+        "--burst-kb",
+        type=int,
+        default=256,
+        metavar="N",
+        help="what may pass at once after an idle time, in KiB; default: 256",
+    )
+    add(
+        "--clock-shift",
+        type=_node_seconds,
+        action="append",
+        default=[],
+        metavar="NODE=SECONDS",
+        help="that node's monotonic clock is ahead by so much; fractions and negative values "
+        "work; repeat it for more nodes",
+    )
+    add(
+        "--private-dir",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="a folder of which every node sees its own, kept as PATH.nodeK; repeat it for more "
+        "folders",
+    )
+    add(
+        "--rdzv",
+        choices=("static", "c10d"),
+        default="static",
+        help="rendezvous: numbered here, or by torchrun at an endpoint on node0; default: static",
+    )
+    add(
+        "--torchrun",
+        metavar="PATH",
+        help="the torchrun to start; default: the one beside this Python, else on PATH",
+    )
+    add(
+        "--env",
+        type=_key_value,
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="variable of every node, over what the lab sets; repeat it for more",
+    )
+    add(
+        "--absent",
+        type=int,
+        action="append",
+        default=[],
+        metavar="NODE",
+        help="counted among the nodes, but nothing starts there; repeat it for more nodes",
+    )
+    add(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="end all nodes that still run after S seconds by SIGTERM, 5 s later by SIGKILL",
+    )
+    add(
+        "--log-dir",
+        metavar="DIR",
+        help="also write each node's output to DIR/nodeK.log, without prefix",
+    )
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--exec", metavar="CMD", dest="shell", help="run CMD on each node instead")
-    mode.add_argument("--socket-test", action="store_true", help="what a TCP stream carries")
+    mode.add_argument(
+        "--exec",
+        metavar="CMD",
+        dest="shell",
+        help="run CMD with sh -c on each node instead of torchrun",
+    )
+    mode.add_argument(
+        "--socket-test",
+        action="store_true",
+        help="measure what a TCP stream carries from node0 to node1",
+    )
     mode.add_argument("--check", action="store_true", help="say what is missing here")
-    mode.add_argument("--clean", action="store_true", help="remove what dead labs left")
+    mode.add_argument(
+        "--clean", action="store_true", help="remove what labs that are gone left here"
+    )
     return parser
 
 
@@ -1059,7 +1134,8 @@ def _run_lab(options: argparse.Namespace, torchrun_args: Sequence[str]) -> int:
     if torchrun_args and options.torchrun is None:
         options.torchrun = find_torchrun()
     # A signal that was ignored when we were started (nohup) stays ignored.
-    handled = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {n: signal.getsignal(n) for n in _SIGNALS}
+    handled = {n: way for n, way in before.items() if way is not signal.SIG_IGN}
     for number in handled:
         signal.signal(number, _on_signal)
     try:
@@ -1071,6 +1147,9 @@ def _run_lab(options: argparse.Namespace, torchrun_args: Sequence[str]) -> int:
         for number in handled:
             signal.signal(number, signal.SIG_IGN)
         lab.close()
+        # Whoever calls this from Python goes on, and so would what it starts, deaf to signals.
+        for number, way in handled.items():
+            signal.signal(number, way)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ddp_profiler.analysis.condensed import is_condensed
 from ddp_profiler.analysis.parts import NULL, Columns, Floats, Ints, Steps, step_keys
 from ddp_profiler.analysis.stragglers import Arrivals
 from ddp_profiler.schema import SpanKind, Variant
@@ -105,7 +106,7 @@ class BucketTimeline:
 
 def bucket_timeline(
     arrivals: Sequence[Arrivals],
-    columns: Sequence[Columns],
+    spans_of: Callable[[int], Columns],
     level: int,
     latest_local_end: Sequence[Ints] | None,
     dp: int,
@@ -114,7 +115,8 @@ def bucket_timeline(
 
     Args:
         arrivals: Each rank's instrumented steps that count, the same ones in the same order.
-        columns: The spans of the same ranks by column.
+        spans_of: Gives the spans of a rank by column; of a condensed record all collectives of
+            a backward are one row.
         level: Index of the level.
         latest_local_end: For each rank, for each of its backward calls, the latest end of local
             backward over the ranks, on its own clock; None where clocks cannot be compared.
@@ -133,7 +135,9 @@ def bucket_timeline(
     for place in shown:
         steps, common = arrivals[place].steps, arrivals[place].common
         latest = None if latest_local_end is None else latest_local_end[place]
-        spans = _spans(columns[place], level, int(steps.key[row]))
+        spans = _spans(spans_of(steps.rank), level, int(steps.key[row]))
+        if place == shown[0]:
+            spans_shown = spans
         lane = _lane(steps, spans, row, latest, _after(origin, common))
         lanes.append(lane)
         ends += [phase.begin_ms for phase in lane.phases] + [p.end_ms for p in lane.phases]
@@ -141,15 +145,14 @@ def bucket_timeline(
         if lane.left_out == 0:
             ends += [float(_after(origin, common)(begin)[0])]
         ends += [float(_after(origin, common)(begin)[0] + steps.wall_ms[row])]
-    spans = _spans(columns[shown[0]], level, int(first.steps.key[row]))
-    buckets = _buckets(first.steps, spans, row, _after(origin, first.common))
+    buckets = _buckets(first.steps, spans_shown, row, _after(origin, first.common))
     return BucketTimeline(
         step=row,
         steps=len(walls),
         step_ms=float(walls[row]),
         lanes=tuple(lanes),
         buckets=_merged(buckets),
-        collectives=len(buckets),
+        collectives=sum(bucket.last - bucket.first + 1 for bucket in buckets),
         span_ms=(min(ends), max(ends)),
         told_apart=latest_local_end is not None,
     )
@@ -246,14 +249,17 @@ def _buckets(
     begin = spans["begin_ns"][of]
     call = mine[np.clip(np.searchsorted(calls.begin[mine], begin, "right") - 1, 0, None)]
     end_of_call, local = calls.end[call], calls.local_end[call]
-    noticed = spans["end_ns"][of] != NULL
+    condensed = is_condensed(spans)
+    last = np.cumsum(spans["collectives"][of]) - 1 if condensed else np.arange(len(of))
+    first = np.append(0, last[:-1] + 1)
+    noticed = spans["unnoticed"][of] == 0 if condensed else spans["end_ns"][of] != NULL
     begin = np.minimum(begin, end_of_call)
     end = np.clip(np.where(noticed, spans["end_ns"][of], end_of_call), begin, end_of_call)
     begin_ms, hidden_ms, end_ms = (after(v) for v in (begin, np.clip(local, begin, end), end))
     return [
         Bucket(
-            first=i,
-            last=i,
+            first=int(first[i]),
+            last=int(last[i]),
             nbytes=max(int(spans["bytes"][of[i]]), 0),
             begin_ms=float(begin_ms[i]),
             hidden_until_ms=float(hidden_ms[i]),

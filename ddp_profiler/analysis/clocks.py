@@ -126,21 +126,39 @@ class CommonClock:
         clock = self._clocks.get(self._domains.get(rank, ""))
         return _unchanged if clock is None else clock.to_reference
 
+    def uncertainty_ns(self, rank: int, times: Ints) -> float:
+        """Returns by how much a rank's times on the common clock may be off, in ns.
+
+        Args:
+            rank: Global rank.
+            times: In ns on its own clock.
+        """
+        clock = self._clocks.get(self._domains.get(rank, ""))
+        return 0.0 if clock is None else clock.uncertainty_ns(times)
+
     def uncertainty_ms(self, times: Mapping[int, Ints]) -> float:
         """Returns by how much times of two ranks may be apart that are told as equal, in ms.
-
-        That of the two clocks which are known least; 0 where all ranks read one clock.
 
         Args:
             times: By rank, in ns on its own clock.
         """
-        if len(self._of(list(times))) <= 1:
+        return self.joint_uncertainty_ms(
+            {rank: self.uncertainty_ns(rank, values) for rank, values in times.items()}
+        )
+
+    def joint_uncertainty_ms(self, by_rank_ns: Mapping[int, float]) -> float:
+        """Returns what :meth:`uncertainty_ms` does, from what is known of each rank.
+
+        That of the two clocks which are known least; 0 where all ranks read one clock.
+
+        Args:
+            by_rank_ns: What :meth:`uncertainty_ns` says of each rank.
+        """
+        if len(self._of(list(by_rank_ns))) <= 1:
             return 0.0
         worst: dict[str, float] = {}
-        for rank, values in times.items():
+        for rank, found in by_rank_ns.items():
             domain = self._domains.get(rank, "")
-            clock = self._clocks.get(domain)
-            found = 0.0 if clock is None else clock.uncertainty_ns(values)
             worst[domain] = max(worst.get(domain, 0.0), found)
         return sum(sorted(worst.values())[-2:]) / _NS_PER_MS
 

@@ -13,6 +13,13 @@ from ddp_profiler.analysis.parts import NULL, Columns, Floats, Ints, step_keys
 from ddp_profiler.batch import SHORT, Batch, Epoch, dealt_epoch, epoch
 from ddp_profiler.schema import LevelFacts, LevelSettings, RankFeed, SpanKind, Variant
 
+_KINDS = (SpanKind.STEP, SpanKind.FORWARD, SpanKind.DATA)
+_COLUMNS = (
+    *("repetition", "variant", "step", "kind", "index"),
+    *("begin_ns", "end_ns", "samples", "value"),
+)
+"""What is looked at, of all ranks at once."""
+
 _VARIES = 0.01
 """Tokens vary where the most and the least of a rank's steps are apart by this share."""
 
@@ -114,7 +121,11 @@ def observe(
     feeds = facts.feeds if facts else ()
     if not feeds and not any(_steps(rank)["step"].size for rank in spans.values()):
         return None
-    ranks = tuple(_rank_batch(rank, values) for rank, values in spans.items())
+    waits = {rank: _waits_ms(values) for rank, values in spans.items()}
+    intervals = _intervals(waits)
+    ranks = tuple(
+        _rank_batch(rank, values, waits[rank], intervals[rank]) for rank, values in spans.items()
+    )
     tokens = _tokens(spans)
     found_epoch = _epoch(level, feeds, out.incomplete)
     notes = []
@@ -129,8 +140,21 @@ def observe(
 
 def _kept(columns: Columns, index: int, out: Ints, variants: Sequence[Variant]) -> dict[str, Ints]:
     chosen = (columns["level"] == index) & np.isin(columns["variant"], variants)
+    chosen &= np.isin(columns["kind"], _KINDS)
     chosen &= ~np.isin(step_keys(columns["repetition"], columns["step"]), out)
-    return {name: values[chosen].astype(np.int64) for name, values in columns.items()}
+    return {name: columns[name][chosen].astype(np.int64) for name in _COLUMNS}
+
+
+def _intervals(waits: Mapping[int, Floats]) -> dict[int, tuple[float, float] | None]:
+    """Returns the interval of each rank's mean, in ms; ranks of as many steps together."""
+    found: dict[int, tuple[float, float] | None] = dict.fromkeys(waits)
+    for count in {len(values) for values in waits.values()}:
+        ranks = [rank for rank, values in waits.items() if len(values) == count]
+        both = statistics.mean_bootstrap(np.stack([waits[rank] for rank in ranks], axis=1))
+        if both is not None:
+            low, high = both.tolist()
+            found |= dict(zip(ranks, zip(low, high, strict=True), strict=True))
+    return found
 
 
 def _steps(spans: Mapping[str, Ints]) -> dict[str, Ints]:
@@ -139,15 +163,19 @@ def _steps(spans: Mapping[str, Ints]) -> dict[str, Ints]:
     return {name: values[chosen] for name, values in spans.items()}
 
 
-def _rank_batch(rank: int, spans: Mapping[str, Ints]) -> RankBatch:
+def _rank_batch(
+    rank: int,
+    spans: Mapping[str, Ints],
+    waits: Floats,
+    interval: tuple[float, float] | None,
+) -> RankBatch:
     samples = spans["samples"][spans["kind"] == SpanKind.FORWARD]
-    waits = _waits_ms(spans)
     return RankBatch(
         rank=rank,
         micro_batch=_usual(samples[samples != NULL]),
         micro_steps=_usual(_steps(spans)["index"]),
         data_ms=float(waits.mean()) if len(waits) else None,
-        data_ci95_ms=statistics.block_bootstrap(waits, lambda v: np.mean(v, axis=-1)),
+        data_ci95_ms=interval,
     )
 
 

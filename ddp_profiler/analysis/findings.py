@@ -11,9 +11,9 @@ from ddp_profiler.analysis.machine import find_machine
 from ddp_profiler.analysis.noise_findings import find_noise
 from ddp_profiler.analysis.placement import largest, packed_twin, scaling_curve
 from ddp_profiler.analysis.reduction_findings import find_reduction
-from ddp_profiler.analysis.results import Finding, LevelResult
+from ddp_profiler.analysis.results import Finding, LevelResult, RankResult
 from ddp_profiler.analysis.scaling import sharpest_drop
-from ddp_profiler.analysis.stragglers import SEVERAL, Straggler
+from ddp_profiler.analysis.stragglers import LEAST_SHARE_OF_STEP, SEVERAL, Straggler
 
 _SEVERITIES = ("error", "warning", "info")
 
@@ -71,6 +71,7 @@ def find(levels: Sequence[LevelResult]) -> tuple[Finding, ...]:
         *(finding for level in measured for finding in find_reduction(level)),
         *find_feeding(levels),
         *(finding for level in measured for finding in _about_stragglers(level)),
+        *(finding for level in measured for finding in _about_nodes(level)),
         *(finding for level in measured for finding in _about_windows(level)),
         *_about_limits(measured),
         *_about_loss(measured),
@@ -178,6 +179,54 @@ def _about_stragglers(level: LevelResult) -> Iterator[Finding]:
             expected_gain_ms=straggler.recoverable_ms,
             expected_gain_pct=straggler.recoverable_ms / step.mean * 100 if step else None,
         )
+
+
+def _about_nodes(level: LevelResult) -> Iterator[Finding]:
+    """Names a node all of whose ranks are late together.
+
+    None of them is a straggler, since its neighbours come with it. What the node costs is the time
+    from the last of all other ranks to its own first.
+    """
+    step = level.instrumented_step_ms
+    if level.lateness is None or step is None or level.nodes < 2:
+        return
+    late = level.lateness.fixed_ms
+    by_node: dict[int, list[RankResult]] = {}
+    for rank in level.ranks:
+        by_node.setdefault(rank.node, []).append(rank)
+    for node, ranks in by_node.items():
+        mine = [late[rank.rank] for rank in ranks]
+        others = [late[rank.rank] for rank in level.ranks if rank.node != node]
+        gap = min(mine) - max(others)
+        surely = gap > 2 * (level.clock_uncertainty_ms or 0.0)
+        if len(ranks) < 2 or not surely or gap < LEAST_SHARE_OF_STEP * step.mean:
+            continue
+        part, excess = max(
+            ((part, _beyond_others(level, node, part)) for part in ("data", "forward", "backward")),
+            key=lambda pair: pair[1],
+        )
+        most = f"; most of it in {part}, {units.ms(excess)} ms" if excess >= gap / 2 else ""
+        name = units.printable(ranks[0].hostname) or f"node {node}"
+        yield Finding(
+            id="slow-node",
+            severity="warning",
+            message=f"{level.id}: all {len(ranks)} ranks of {name} are late together, by "
+            f"{units.ms(gap)} ms in the typical step; all others wait where gradients are reduced. "
+            "Look at that node: clocks, cooling, other work, its storage.",
+            evidence=f"{units.ms(gap)} ms a step could be recovered: from the last rank of the "
+            f"other nodes to the first of this one{most}",
+            expected_gain_ms=gap,
+            expected_gain_pct=gap / step.mean * 100,
+        )
+
+
+def _beyond_others(level: LevelResult, node: int, part: str) -> float:
+    """Returns by how much a part is longer on a node than on the others, mean over ranks, in ms."""
+    mine, others = (
+        [rank.breakdown_ms.get(part) or 0.0 for rank in level.ranks if (rank.node == node) is here]
+        for here in (True, False)
+    )
+    return sum(mine) / len(mine) - sum(others) / len(others)
 
 
 def _about_windows(level: LevelResult) -> Iterator[Finding]:

@@ -111,7 +111,9 @@ def left_out(columns: Sequence[Columns], level: int) -> LeftOut:
 
 
 def _measured(columns: Columns, level: int) -> Mapping[str, Ints]:
-    chosen = (columns["level"] == level) & np.isin(columns["variant"], _MEASURED)
+    # Of all ranks at once: only what is looked at.
+    chosen = np.isin(columns["kind"], (SpanKind.STEP, SpanKind.INTERRUPTION))
+    chosen &= (columns["level"] == level) & np.isin(columns["variant"], _MEASURED)
     return {name: values[chosen].astype(np.int64) for name, values in columns.items()}
 
 

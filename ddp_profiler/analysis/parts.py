@@ -12,13 +12,38 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ddp_profiler.analysis.condensed import condense, local_end, sync_calls
+from ddp_profiler.analysis.spans import (
+    NULL,
+    Columns,
+    Floats,
+    Ints,
+    Lookup,
+    call_keys,
+    own_start,
+    step_keys,
+)
 from ddp_profiler.schema import SpanKind, Variant
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Columns = Mapping[str, Ints]
+__all__ = [
+    "NULL",
+    "PARTS",
+    "Backwards",
+    "Columns",
+    "Floats",
+    "Ints",
+    "Meetings",
+    "OwnTime",
+    "Passed",
+    "Steps",
+    "derive_steps",
+    "passed",
+    "ready_times",
+    "split_exposed",
+    "step_keys",
+    "steps_of",
+]
 
-NULL = np.iinfo(np.int64).min
 _NS_PER_MS = 1e6
 
 PARTS = (
@@ -225,8 +250,20 @@ def derive_steps(rank: int, columns: Columns, level: int, variant: Variant) -> S
         level: Index of the level.
         variant: Which steps to take.
     """
+    columns = condense(columns)
     chosen = (columns["level"] == level) & (columns["variant"] == int(variant))
-    spans = {name: values[chosen].astype(np.int64) for name, values in columns.items()}
+    return steps_of(
+        rank, {name: values[chosen].astype(np.int64) for name, values in columns.items()}
+    )
+
+
+def steps_of(rank: int, spans: Columns) -> Steps:
+    """Derives the steps of one rank, as :func:`derive_steps` does.
+
+    Args:
+        rank: Global rank, passed through.
+        spans: The rank's condensed spans of one level and variant, all columns int64.
+    """
     kind = spans["kind"]
     step_key = step_keys(spans["repetition"], spans["step"])
 
@@ -234,7 +271,7 @@ def derive_steps(rank: int, columns: Columns, level: int, variant: Variant) -> S
     order = np.argsort(spans["begin_ns"][is_step], kind="stable")
     steps = {name: values[is_step][order] for name, values in spans.items()}
     key = step_key[is_step][order]
-    position = _Lookup(key)
+    position = Lookup(key)
     row = position.find(step_key)
 
     def total(of: SpanKind) -> Floats:
@@ -266,7 +303,6 @@ def derive_steps(rank: int, columns: Columns, level: int, variant: Variant) -> S
 
     forwards = (kind == SpanKind.FORWARD) & (row >= 0)
     samples = np.where(spans["samples"] == NULL, 0, spans["samples"])[forwards]
-    busy, overlapped = _busy(gradients)
     return Steps(
         rank=rank,
         key=key,
@@ -280,11 +316,11 @@ def derive_steps(rank: int, columns: Columns, level: int, variant: Variant) -> S
         backwards=backwards,
         meetings=_meetings(spans, row),
         own=_own(spans, backwards),
-        busy_ms=_per_step(busy, gradients.row, len(key)) / _NS_PER_MS,
-        overlapped_ms=_per_step(overlapped, gradients.row, len(key)) / _NS_PER_MS,
-        collectives=np.bincount(gradients.row, minlength=len(key)).astype(np.int64),
+        busy_ms=_per_step(gradients.busy, gradients.row, len(key)) / _NS_PER_MS,
+        overlapped_ms=_per_step(gradients.overlapped, gradients.row, len(key)) / _NS_PER_MS,
+        collectives=_per_step(gradients.count, gradients.row, len(key)).astype(np.int64),
         gradient_bytes=_per_step(gradients.nbytes, gradients.row, len(key)).astype(np.int64),
-        unnoticed=int(gradients.unnoticed),
+        unnoticed=gradients.unnoticed,
     )
 
 
@@ -335,11 +371,11 @@ def ready_times(columns: Columns, level: int, parameters: int) -> Floats:
     """
     chosen = (columns["level"] == level) & (columns["variant"] == int(Variant.READY))
     spans = {name: values[chosen].astype(np.int64) for name, values in columns.items()}
-    key = _call_key(step_keys(spans["repetition"], spans["step"]), spans["micro_step"])
+    key = call_keys(step_keys(spans["repetition"], spans["step"]), spans["micro_step"])
     is_call = spans["kind"] == SpanKind.BACKWARD
     is_ready = (spans["kind"] == SpanKind.GRADIENT_READY) & (spans["index"] < parameters)
     begin = spans["begin_ns"][is_call]
-    call = _Lookup(key[is_call]).find(key[is_ready])
+    call = Lookup(key[is_call]).find(key[is_ready])
     index = spans["index"][is_ready][call >= 0]
     after = spans["begin_ns"][is_ready][call >= 0] - begin[call[call >= 0]]
     total = _per_step(after, index, parameters)
@@ -350,13 +386,13 @@ def ready_times(columns: Columns, level: int, parameters: int) -> Floats:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Gradient collectives sorted by begin, shape [collective]; row is the step's."""
+    """Gradient collectives of each micro-step and DDP, shape [row]; ``row`` is the step's."""
 
     row: Ints
-    begin: Ints
-    end: Ints
-    local_end: Ints
     nbytes: Ints
+    count: Ints
+    busy: Ints
+    overlapped: Ints
     unnoticed: int
 
 
@@ -374,56 +410,51 @@ def _backwards(spans: Columns, row: Ints) -> tuple[Backwards, _Gradients, _Modul
 
     A call is synchronising if gradient collectives were handed over in it. A collective
     belongs to the micro-step in which it was handed over; completions are noticed late,
-    so ends are clamped to the end of the call. Also returns the collectives that modules
-    issued in any backward.
+    so ends are clamped to the end of the call. The record is condensed: a row holds the
+    collectives of one DDP. Also returns the collectives that modules issued in any backward.
     """
     kind = spans["kind"]
-    call_key = _call_key(step_keys(spans["repetition"], spans["step"]), spans["micro_step"])
+    call_key = call_keys(step_keys(spans["repetition"], spans["step"]), spans["micro_step"])
     known = row >= 0
     is_gradient = (kind == SpanKind.GRADIENT) & known
-    is_call = (kind == SpanKind.BACKWARD) & known & np.isin(call_key, call_key[is_gradient])
-    order = np.argsort(spans["begin_ns"][is_call], kind="stable")
-    key = call_key[is_call][order]
-    begin, end = spans["begin_ns"][is_call][order], spans["end_ns"][is_call][order]
-    position = _Lookup(key)
+    calls_at = sync_calls(spans, call_key, known)
+    key = call_key[calls_at]
+    begin, end = spans["begin_ns"][calls_at], spans["end_ns"][calls_at]
+    position = Lookup(key)
 
     is_point = (kind == SpanKind.LOCAL_BACKWARD_END) & known
-    local_end = _local_end(
+    call = position.find(call_key[is_gradient])
+    local = local_end(
         begin,
         end,
         (position.find(call_key[is_point]), spans["begin_ns"][is_point]),
-        (position.find(call_key[is_gradient]), spans["begin_ns"][is_gradient]),
+        (call, spans["last_begin_ns"][is_gradient]),
     )
 
-    call = position.find(call_key[is_gradient])
-    inside = call >= 0
-    call = call[inside]
-    g_begin = spans["begin_ns"][is_gradient][inside]
-    g_end = spans["end_ns"][is_gradient][inside]
-    unnoticed = g_end == NULL
-    g_begin = np.minimum(g_begin, end[call])
-    g_end = np.clip(np.where(unnoticed, end[call], g_end), g_begin, end[call])
-    last = local_end.copy()
-    np.maximum.at(last, call, g_end)
+    inside = np.flatnonzero(is_gradient)[call >= 0]
+    call = call[call >= 0]
+    unnoticed = spans["unnoticed"][inside]
+    done = np.minimum(np.where(unnoticed > 0, end[call], spans["end_ns"][inside]), end[call])
+    last = local.copy()
+    np.maximum.at(last, call, done)
 
-    by_begin = np.argsort(g_begin, kind="stable")
     gradients = _Gradients(
-        row=row[is_gradient][inside][by_begin],
-        begin=g_begin[by_begin],
-        end=g_end[by_begin],
-        local_end=local_end[call][by_begin],
-        nbytes=spans["bytes"][is_gradient][inside][by_begin],
+        row=row[inside],
+        nbytes=spans["bytes"][inside],
+        count=spans["collectives"][inside],
+        busy=spans["busy_ns"][inside],
+        overlapped=spans["overlapped_ns"][inside],
         unnoticed=int(unnoticed.sum()),
     )
     comm = _module_comm(
-        spans, row, SpanKind.BACKWARD_COMM, position.find(call_key), np.append(local_end, 0)
+        spans, row, SpanKind.BACKWARD_COMM, position.find(call_key), np.append(local, 0)
     )
     synced = comm.call >= 0
     calls = Backwards(
-        step_index=row[is_call][order],
+        step_index=row[calls_at],
         key=key,
         begin=begin,
-        local_end=local_end,
+        local_end=local,
         last_collective=last,
         end=end,
         module_comm=_per_step(comm.length[synced], comm.call[synced], len(key)).astype(np.int64),
@@ -450,7 +481,7 @@ def _module_comm(
     calls = np.full(len(chosen), -1) if call is None else call[chosen]
     if limits is not None:
         end = np.where(calls >= 0, np.minimum(end, limits[calls]), end)
-    share = np.maximum(end - _own_start(begin, end), 0)
+    share = np.maximum(end - own_start(begin, end), 0)
     return _ModuleComm(row=row[chosen], call=calls, length=share)
 
 
@@ -460,7 +491,7 @@ def _meetings(spans: Columns, row: Ints) -> Meetings:
     inside = (kind == SpanKind.FORWARD_COMM) | (kind == SpanKind.BACKWARD_COMM)
     chosen = np.flatnonzero(inside & (row >= 0))
     chosen = chosen[np.argsort(spans["begin_ns"][chosen], kind="stable")]
-    call = _call_key(step_keys(spans["repetition"], spans["step"]), spans["micro_step"])[chosen]
+    call = call_keys(step_keys(spans["repetition"], spans["step"]), spans["micro_step"])[chosen]
     # Ranks issue the same ones in the same order: the ordinal within the micro-step pairs them.
     # One rank's micro-steps do not overlap, so its collectives stand together.
     _, first, inverse = np.unique(call, return_index=True, return_inverse=True)
@@ -492,79 +523,6 @@ def _own(spans: Columns, backwards: Backwards) -> dict[str, OwnTime]:
     }
 
 
-def _local_end(
-    begin: Ints, end: Ints, points: tuple[Ints, Ints], hand_overs: tuple[Ints, Ints]
-) -> Ints:
-    """Finds the end of local backward of each call, shape [call].
-
-    Reentrant checkpoints end passes inside the pass, so there can be several marks: the
-    first one after the last hand-over counts, else the last one. Where there is none the
-    window is empty.
-
-    Args:
-        begin: Begin of each call.
-        end: End of each call.
-        points: Call (-1 for none) and time of each mark.
-        hand_overs: Call (-1 for none) and time of each hand-over of a gradient collective.
-    """
-    call, time = (values[points[0] >= 0] for values in points)
-    given, handed = (values[hand_overs[0] >= 0] for values in hand_overs)
-    last_hand_over = begin.copy()
-    np.maximum.at(last_hand_over, given, handed)
-    never, unseen = np.iinfo(np.int64).max, np.iinfo(np.int64).min
-    first_after, last = np.full(len(begin), never), np.full(len(begin), unseen)
-    after = time >= last_hand_over[call]
-    np.minimum.at(first_after, call[after], time[after])
-    np.maximum.at(last, call, time)
-    found = np.where(first_after < never, first_after, np.where(last > unseen, last, end))
-    return np.clip(found, begin, end)
-
-
-def _busy(gradients: _Gradients) -> tuple[Ints, Ints]:
-    """Returns each collective's own share of the union of intervals, whole and overlapped.
-
-    Calls of one rank do not overlap in time, so one sweep over all intervals sorted by
-    begin is exact: an interval adds what lies beyond the latest end before it.
-    """
-    start = _own_start(gradients.begin, gradients.end)
-    busy = np.maximum(gradients.end - start, 0)
-    overlapped = np.clip(np.minimum(gradients.end, gradients.local_end) - start, 0, None)
-    return busy, np.minimum(overlapped, busy)
-
-
-def _own_start(begin: Ints, end: Ints) -> Ints:
-    """Returns where each interval, sorted by begin, goes beyond all before it."""
-    if len(begin) == 0:
-        return begin
-    reached = np.maximum.accumulate(end)
-    start: Ints = np.maximum(begin, np.append(np.iinfo(np.int64).min, reached[:-1]))
-    return start
-
-
 def _per_step(values: Ints, row: Ints, count: int) -> Floats:
     sums: Floats = np.bincount(row, weights=values, minlength=count).astype(np.float64)
     return sums
-
-
-def step_keys(repetition: Ints, step: Ints) -> Ints:
-    """Returns the keys of steps: (repetition, step) packed, shape as given."""
-    return (repetition << 32) | step
-
-
-def _call_key(step_key: Ints, micro_step: Ints) -> Ints:
-    return (step_key << 14) | (micro_step + 1)
-
-
-class _Lookup:
-    """Finds the row of a key among unique keys."""
-
-    def __init__(self, keys: Ints) -> None:
-        self._order = np.argsort(keys, kind="stable")
-        self._sorted = keys[self._order]
-
-    def find(self, keys: Ints) -> Ints:
-        """Returns the row of each key, -1 where there is none."""
-        if len(self._sorted) == 0:
-            return np.full(len(keys), -1, dtype=np.int64)
-        at = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
-        return np.where(self._sorted[at] == keys, self._order[at], -1).astype(np.int64)

@@ -46,6 +46,17 @@ _NS_PER_MS = 1e6
 _ALMOST_ALL = 0.99
 _COMPARED_PLACES = (ParameterPlace.REDUCED, ParameterPlace.FROZEN, ParameterPlace.OUTSIDE)
 _OBSERVED = (Variant.WARMUP, Variant.INSTRUMENTED)
+_NOT_LOOKED_AT = (
+    SpanKind.DATA,
+    SpanKind.FORWARD,
+    SpanKind.LOCAL_BACKWARD_END,
+    SpanKind.OPTIMIZER,
+)
+_COLUMNS = (
+    *("repetition", "variant", "step", "micro_step", "kind", "index"),
+    *("begin_ns", "end_ns", "bytes", "value"),
+)
+"""What is looked at, of all ranks at once."""
 
 
 class Cause(StrEnum):
@@ -188,7 +199,7 @@ def examine(
         needless_ms=None if least is None else least / len(instrumented[0]) / _NS_PER_MS,
         never_reduced=known
         and not any((s["kind"] == SpanKind.GRADIENT).any() for s in spans.values()),
-        called=any((s["kind"] == SpanKind.FORWARD).any() for s in spans.values()),
+        called=any(_called(of_rank, index) for of_rank in columns.values()),
         reduces_itself=_reduces_itself(spans, facts),
         compared=compared,
         compared_steps=compared_steps,
@@ -218,7 +229,13 @@ def examine(
 
 def _of_level(columns: Columns, index: int) -> dict[str, Ints]:
     chosen = (columns["level"] == index) & np.isin(columns["variant"], _OBSERVED)
-    return {name: values[chosen].astype(np.int64) for name, values in columns.items()}
+    chosen &= ~np.isin(columns["kind"], _NOT_LOOKED_AT)
+    return {name: columns[name][chosen].astype(np.int64) for name in _COLUMNS}
+
+
+def _called(columns: Columns, index: int) -> bool:
+    called = (columns["level"] == index) & (columns["kind"] == SpanKind.FORWARD)
+    return bool((called & np.isin(columns["variant"], _OBSERVED)).any())
 
 
 def _of_steps(spans: Columns, steps: Steps) -> dict[str, Ints]:

@@ -13,6 +13,8 @@ Ints = npt.NDArray[np.int64]
 
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
+_TAILS = ((1 - _CONFIDENCE) / 2 * 100, 100 - (1 - _CONFIDENCE) / 2 * 100)
+_WEIGHTS_AT_ONCE = 2**20
 _SEED = 20240501
 """Fixed, so that the same record always gives the same interval."""
 
@@ -182,12 +184,48 @@ def block_bootstrap(
     count = len(values)
     if count < 2:
         return None
+    starts, length = _starts(count, block)
+    results = statistic(values[_picked(starts, length, count)])
+    low, high = np.percentile(results, _TAILS)
+    return float(low), float(high)
+
+
+def mean_bootstrap(values: Floats) -> Floats | None:
+    """Returns 95 % moving-block bootstrap intervals of the means of many series at once.
+
+    The same resamples as :func:`block_bootstrap` makes of one series, so the same intervals but
+    for rounding: how often each value was picked, times the values.
+
+    Args:
+        values: Observations in their order in time, shape [n, series].
+
+    Returns:
+        Low and high ends, shape [2, series]; None below 2 values.
+    """
+    count = len(values)
+    if count < 2:
+        return None
+    starts, length = _starts(count, None)
+    means = np.empty((_RESAMPLES, values.shape[1]))
+    at_once = max(1, _WEIGHTS_AT_ONCE // count)
+    for begin in range(0, _RESAMPLES, at_once):
+        some = _picked(starts[begin : begin + at_once], length, count)
+        own = some + np.arange(len(some))[:, None] * count
+        weights = np.bincount(own.reshape(-1), minlength=len(some) * count)
+        means[begin : begin + at_once] = weights.reshape(len(some), count) @ values / count
+    intervals: Floats = np.percentile(means, _TAILS, axis=0)
+    return intervals
+
+
+def _starts(count: int, block: int | None) -> tuple[Ints, int]:
+    """Returns where the blocks of each resample of ``count`` values begin, and their length."""
     length = min(count, block or int(np.ceil(count ** (1 / 3))))
     random = np.random.default_rng(_SEED)
-    blocks = -(-count // length)
-    starts = random.integers(0, count - length + 1, size=(_RESAMPLES, blocks))
-    picked = (starts[:, :, None] + np.arange(length)).reshape(_RESAMPLES, -1)[:, :count]
-    results = statistic(values[picked])
-    tail = (1 - _CONFIDENCE) / 2 * 100
-    low, high = np.percentile(results, [tail, 100 - tail])
-    return float(low), float(high)
+    starts = random.integers(0, count - length + 1, size=(_RESAMPLES, -(-count // length)))
+    return starts, length
+
+
+def _picked(starts: Ints, length: int, count: int) -> Ints:
+    """Returns which values each resample holds, [resample, n]."""
+    picked: Ints = (starts[:, :, None] + np.arange(length)).reshape(len(starts), -1)[:, :count]
+    return picked

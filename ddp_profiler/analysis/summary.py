@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,11 +33,10 @@ from ddp_profiler.analysis.parts import (
     Columns,
     Floats,
     Steps,
-    derive_steps,
-    ready_times,
     split_exposed,
 )
 from ddp_profiler.analysis.placement import with_crossing
+from ddp_profiler.analysis.rank_record import RankRecord, rank_record
 from ddp_profiler.analysis.reduction import Reduction, examine
 from ddp_profiler.analysis.reduction_findings import reduction_notes
 from ddp_profiler.analysis.results import (
@@ -79,40 +78,69 @@ def summarize_run(
         columns_by_rank: Each rank's spans by column; ranks whose record is lost are absent.
         incomplete: Ranks whose record was cut.
     """
-    return _summary(info, columns_by_rank, incomplete, _all_measured(info, columns_by_rank))
+    records = [rank_record(info, rank, columns) for rank, columns in columns_by_rank.items()]
+    return join(info, records, incomplete)
 
 
 def summarize_in_detail(
     info: RunInfo, columns_by_rank: Mapping[int, Columns], incomplete: Sequence[int] = ()
 ) -> tuple[Summary, tuple[LevelDetail, ...]]:
     """Derives a run's summary, and what is shown of single steps; arguments as there."""
-    measured = _all_measured(info, columns_by_rank)
-    summary = _summary(info, columns_by_rank, incomplete, measured)
+    records = [rank_record(info, rank, columns) for rank, columns in columns_by_rank.items()]
+    return join_in_detail(info, records, columns_by_rank.__getitem__, incomplete)
+
+
+def join(info: RunInfo, records: Sequence[RankRecord], incomplete: Sequence[int] = ()) -> Summary:
+    """Joins what the ranks give to the run's summary.
+
+    Args:
+        info: The run's description.
+        records: One of each rank whose record is not lost, by rising rank.
+        incomplete: Ranks whose record was cut.
+    """
+    return _summary(info, records, incomplete, _all_measured(info, records))
+
+
+def join_in_detail(
+    info: RunInfo,
+    records: Sequence[RankRecord],
+    spans_of: Callable[[int], Columns],
+    incomplete: Sequence[int] = (),
+) -> tuple[Summary, tuple[LevelDetail, ...]]:
+    """Joins to the summary, and to what is shown of single steps.
+
+    Args:
+        info: As there.
+        records: As there.
+        spans_of: Gives the spans of a rank by column; asked of the few that are shown.
+        incomplete: As there.
+    """
+    measured = _all_measured(info, records)
+    summary = _summary(info, records, incomplete, measured)
     by_id = {m.level.id: m for m in measured}
-    return summary, tuple(_detail(by_id[id]) for id in levels_in_detail(summary.levels))
+    return summary, tuple(_detail(by_id[id], spans_of) for id in levels_in_detail(summary.levels))
 
 
-def _all_measured(info: RunInfo, columns_by_rank: Mapping[int, Columns]) -> list[_Measured]:
+def _all_measured(info: RunInfo, records: Sequence[RankRecord]) -> list[_Measured]:
     facts = {fact.id: fact for fact in info.facts}
-    columns_by_rank = {rank: _without_kineto(columns) for rank, columns in columns_by_rank.items()}
+    by_rank = {record.rank: record for record in records}
     clock = CommonClock(info)
     return [
-        _measured(clock, index, level, facts.get(level.id), columns_by_rank)
+        _measured(clock, index, level, facts.get(level.id), by_rank)
         for index, level in enumerate(info.levels)
     ]
 
 
-def _detail(measured: _Measured) -> LevelDetail:
+def _detail(measured: _Measured, spans_of: Callable[[int], Columns]) -> LevelDetail:
     """Returns what is shown of a level's single steps."""
     arrivals, dp = measured.arrivals, measured.level.dp
-    by_rank = dict(zip(measured.ranks, measured.columns, strict=True))
     latest = _latest_local_end(arrivals) if measured.comparable and dp > 1 else None
     return LevelDetail(
         level=measured.level.id,
         heat_map=heat_map(measured.instrumented, measured.breakdowns),
         timeline=bucket_timeline(
             arrivals,
-            [by_rank[arrival.steps.rank] for arrival in arrivals],
+            spans_of,
             measured.index,
             latest,
             dp,
@@ -123,12 +151,12 @@ def _detail(measured: _Measured) -> LevelDetail:
 
 def _summary(
     info: RunInfo,
-    columns_by_rank: Mapping[int, Columns],
+    records: Sequence[RankRecord],
     incomplete: Sequence[int],
     measured: Sequence[_Measured],
 ) -> Summary:
     levels = with_crossing([_level(info, m, measured) for m in measured])
-    missing = sorted(set(range(info.world_size)) - set(columns_by_rank))
+    missing = sorted(set(range(info.world_size)) - {record.rank for record in records})
     partial = info.status != "complete" or bool(missing) or bool(incomplete)
     notes = _failure_notes(info)
     notes += _missing_notes(info, missing)
@@ -159,12 +187,6 @@ def _summary(
         confirmation=confirmed(info.confirmation),
         micro_batches=curve(info.micro_batches),
     )
-
-
-def _without_kineto(columns: Columns) -> Columns:
-    """Leaves out steps that ran under torch.profiler: no figure is of them."""
-    kept = columns["variant"] != int(Variant.KINETO)
-    return columns if kept.all() else {name: values[kept] for name, values in columns.items()}
 
 
 def _statistics_unit(levels: Sequence[LevelResult]) -> str:
@@ -250,6 +272,7 @@ class _Measured:
     facts: LevelFacts | None
     ranks: tuple[int, ...]
     columns: tuple[Columns, ...]
+    ready_ms: tuple[Floats, ...]
     plain: tuple[Steps, ...]
     instrumented: tuple[Steps, ...]
     warmup: tuple[Steps, ...]
@@ -280,15 +303,17 @@ def _measured(
     index: int,
     level: LevelSettings,
     facts: LevelFacts | None,
-    columns_by_rank: Mapping[int, Columns],
+    by_rank: Mapping[int, RankRecord],
 ) -> _Measured:
-    ranks = [rank for rank in level.ranks if rank in columns_by_rank]
-    columns = {rank: columns_by_rank[rank] for rank in ranks}
+    records = [by_rank[rank] for rank in level.ranks if rank in by_rank]
+    ranks = [record.rank for record in records]
+    columns = {record.rank: record.columns for record in records}
 
     out = left_out([columns[rank] for rank in ranks], index)
 
     def steps_of(variant: Variant) -> tuple[Steps, ...]:
-        found = [derive_steps(rank, columns[rank], index, variant) for rank in ranks]
+        there = (record.steps_of(index, variant) for record in records)
+        found = [steps for steps in there if steps is not None]
         if len(out.keys):
             found = [steps.only(~np.isin(steps.key, out.keys)) for steps in found]
         return _common([steps for steps in found if len(steps)])
@@ -296,12 +321,10 @@ def _measured(
     instrumented = steps_of(Variant.INSTRUMENTED)
     uncertainty_ms = None
     if clock.compares(level.ranks):
-        times = {
-            rank: values["begin_ns"][values["level"] == index] for rank, values in columns.items()
-        }
+        by_rank_ns = {record.rank: record.clock_uncertainty_ns[index] for record in records}
         # Two devices, each tied to its host.
         of_devices = 2 * facts.device_clock_uncertainty_ns / 1e6 if facts else 0.0
-        uncertainty_ms = clock.uncertainty_ms(times) + of_devices
+        uncertainty_ms = clock.joint_uncertainty_ms(by_rank_ns) + of_devices
     arrivals = tuple(Arrivals(steps, clock.common(steps.rank)) for steps in instrumented)
     breakdowns, withheld = _split(arrivals, level.dp, uncertainty_ms)
     return _Measured(
@@ -310,6 +333,7 @@ def _measured(
         facts=facts,
         ranks=tuple(ranks),
         columns=tuple(columns.values()),
+        ready_ms=tuple(r.ready[index] for r in records if index in r.ready),
         plain=steps_of(Variant.PLAIN),
         instrumented=instrumented,
         warmup=steps_of(Variant.WARMUP),
@@ -672,14 +696,10 @@ def _gradient_ready(measured: _Measured) -> tuple[GradientReady, ...]:
     """Returns when each parameter's gradient is ready in backward, mean over ranks and steps."""
     if measured.facts is None or not measured.ready:
         return ()
-    ready_ms = [
-        ready_times(columns, measured.index, len(measured.facts.reduced))
-        for columns in measured.columns
-    ]
     with warnings.catch_warnings():
         # A parameter without any gradient is NaN on every rank.
         warnings.simplefilter("ignore", RuntimeWarning)
-        mean = np.nanmean(ready_ms, axis=0)
+        mean = np.nanmean(measured.ready_ms, axis=0)
     return tuple(
         GradientReady(
             name=parameter.name,

@@ -35,7 +35,12 @@ from ddp_profiler.errors import EXIT_CHECK_FAILED, EXIT_DONE
     metavar="DIR",
     help="Where run folders would be written.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all facts that were read.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the result as JSON, with all facts that were read.",
+)
 def command(ranks: int | None, nodes: int | None, out: Path, as_json: bool) -> int:
     """Look at this machine before a run: what decides the speed of several ranks.
 

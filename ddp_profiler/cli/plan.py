@@ -58,19 +58,31 @@ def _seconds(name: str, help: str) -> _Decorator:
     help="Micro-steps at the end of an epoch that fill no step make a shorter one, are dropped, or "
     "count for the next epoch.",
 )
-@click.option("--step-ms", type=float, metavar="X", help="Time of a step of this plan, in ms.")
+@click.option(
+    "--step-ms", type=float, metavar="X", help="Time of an optimizer step of this plan, in ms."
+)
 @click.option(
     "--run",
     type=click.Path(path_type=Path),
     help="Run folder that step times come from, and what fits in memory if it was measured with "
     "--find-micro-batch. Also fills in what is left open.",
 )
-@_seconds("--startup-s", "Time before the first step.")
-@_seconds("--evaluation-s", "Time of an evaluation; one an epoch.")
-@click.option("--evaluate-every", type=int, metavar="N", help="One every N steps instead.")
-@_seconds("--checkpoint-s", "Time of a checkpoint; one an epoch.")
-@click.option("--checkpoint-every", type=int, metavar="N", help="One every N steps instead.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_seconds("--startup-s", "Time before the first step, in s.")
+@_seconds("--evaluation-s", "Time of an evaluation, in s; one an epoch.")
+@click.option(
+    "--evaluate-every",
+    type=int,
+    metavar="N",
+    help="An evaluation every N optimizer steps, instead of one an epoch.",
+)
+@_seconds("--checkpoint-s", "Time of a checkpoint, in s; one an epoch.")
+@click.option(
+    "--checkpoint-every",
+    type=int,
+    metavar="N",
+    help="A checkpoint every N optimizer steps, instead of one an epoch.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(step_ms: float | None, run: Path | None, as_json: bool, **options: Any) -> None:
     """Plan a training run: what its batch is, and how many steps and how long it takes.
 

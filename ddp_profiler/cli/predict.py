@@ -12,21 +12,35 @@ from ddp_profiler.cli import ascii_json, write_out
 
 @click.command("predict")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--dp", required=True, help="Numbers of replicas to predict, such as 8,16,64.")
+@click.option(
+    "--dp",
+    metavar="N,...",
+    required=True,
+    help="Data-parallel sizes to predict, such as 8,16,64.",
+)
 @click.option(
     "--bandwidth-gbps",
     type=float,
+    metavar="X",
     help="Rate of the links that bound the AllReduce, in Gbit/s: between nodes, or within the "
     "node where there is one.",
 )
-@click.option("--bucket-cap-mb", type=float, help="Size limit of DDP's buckets, in MB of 2**20 B.")
-@click.option("--accumulate", type=int, help="Micro-steps in an optimizer step.")
+@click.option(
+    "--bucket-cap-mb",
+    type=float,
+    metavar="MB",
+    help="Size limit of DDP's gradient buckets, in MB of 2^20 bytes.",
+)
+@click.option("--accumulate", type=int, metavar="N", help="Micro-steps in an optimizer step.")
 @click.option(
     "--gradient-dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),
+    metavar="fp32|bf16|fp16",
     help="Data type in which gradients travel, as with a compressing hook.",
 )
-@click.option("--ranks-per-node", type=int, help="Ranks on a node; as in the run by default.")
+@click.option(
+    "--ranks-per-node", type=int, metavar="N", help="Ranks on a node. Default: as in the run."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
     run: Path,

@@ -19,6 +19,7 @@ from ddp_profiler.config import parse_numbers
 )
 @click.option(
     "--dp",
+    metavar="N,...",
     required=True,
     callback=lambda _, __, text: parse_numbers("--dp", text),
     help="Data-parallel sizes to launch, such as 1,2,4.",
@@ -33,15 +34,24 @@ from ddp_profiler.config import parse_numbers
 @click.option(
     "--steps",
     type=int,
+    metavar="N",
     default=20,
     show_default=True,
-    help="Steps to observe, each of plain and instrumented ones.",
+    help="Optimizer steps to observe at each dp, plain and instrumented each.",
 )
-@click.option("--warmup", type=int, default=5, show_default=True, help="Steps before that.")
+@click.option(
+    "--warmup",
+    type=int,
+    metavar="N",
+    default=5,
+    show_default=True,
+    help="Optimizer steps before that; recorded, left out of the figures.",
+)
 @click.option("--module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
 @click.option(
     "--batch-dim",
     type=int,
+    metavar="D",
     default=0,
     show_default=True,
     help="The dimension of the model's first input that counts samples.",

@@ -19,10 +19,11 @@ from ddp_profiler.errors import UsageError
 @click.argument(
     "paths", metavar="FILE|FOLDER|RUN...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, times in us.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, times in us.")
 @click.option(
     "--rank",
     type=click.IntRange(min=0),
+    metavar="N",
     help="Rank of the file, where the file does not say it.",
 )
 @click.option(
@@ -33,6 +34,7 @@ from ddp_profiler.errors import UsageError
 @click.option(
     "--max-unpacked-gb",
     type=click.FloatRange(min=0, min_open=True),
+    metavar="GB",
     default=None,
     help="Most GB that a compressed file may unpack to.  [default: 17]",
 )
@@ -51,6 +53,7 @@ from ddp_profiler.errors import UsageError
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
+    metavar="N",
     help="Ranks to read at once.  [default: one a core]",
 )
 def command(

@@ -10,6 +10,7 @@ import click
 
 from ddp_profiler.config import (
     BACKENDS,
+    COLLECTIONS,
     DEFAULT_MICRO_BATCH,
     DEFAULT_MODEL,
     PLACEMENTS,
@@ -70,6 +71,7 @@ _FOR_SCRIPTS = frozenset(
         "batch_dim",
         "module",
         "replay",
+        "nccl",
     }
 )
 _OF_SCRIPTS_ONLY = frozenset({"module", "batch_dim", "every", "replay"})
@@ -96,6 +98,7 @@ _defaults = StudyConfig()
 @click.option(
     "--batch-dim",
     type=int,
+    metavar="D",
     default=0,
     show_default=True,
     help="With SCRIPT: the dimension of the model's first input that counts samples.",
@@ -114,7 +117,13 @@ _defaults = StudyConfig()
     help="With SCRIPT: observe a window of --steps plain and as many instrumented steps every K "
     "optimizer steps until training ends. Default: one window.",
 )
-@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Model, with its options.")
+@click.option(
+    "--model",
+    metavar="NAME[:KEY=VALUE,...]",
+    default=DEFAULT_MODEL,
+    show_default=True,
+    help="Model, with its options.",
+)
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
@@ -122,6 +131,7 @@ _defaults = StudyConfig()
 )
 @click.option(
     "--dp",
+    metavar="N,...",
     default="all",
     callback=_numbers,
     show_default=True,
@@ -138,6 +148,7 @@ _defaults = StudyConfig()
 )
 @click.option(
     "--accumulate",
+    metavar="N,...",
     callback=_numbers,
     help="Micro-steps in an optimizer step; several values, as in 1,4, are several levels. "
     "Default: 1, or what --global-batch and --micro-batch ask for.",
@@ -145,6 +156,7 @@ _defaults = StudyConfig()
 @click.option(
     "--micro-batch",
     type=int,
+    metavar="N",
     help=f"Samples of one rank in one micro-step. Default: {DEFAULT_MICRO_BATCH}, or what "
     "--global-batch and --accumulate ask for.",
 )
@@ -158,6 +170,7 @@ _defaults = StudyConfig()
 @click.option(
     "--memory-limit-gb",
     type=float,
+    metavar="GB",
     help="Memory of a rank that --find-micro-batch may use. Default: 70 % of what the host has "
     "available, shared by its ranks; all of a GPU.",
 )
@@ -170,17 +183,20 @@ _defaults = StudyConfig()
 @click.option(
     "--global-batch",
     type=int,
+    metavar="N",
     help="Samples in an optimizer step over all ranks: micro-batch x accumulation x dp.",
 )
 @click.option(
     "--expect-global-batch",
     type=int,
+    metavar="N",
     help="The global batch that you believe to have: exit code 1 if another is observed at "
     "the largest dp (strong scaling: at any).",
 )
 @click.option(
     "--repeat",
     type=int,
+    metavar="N",
     default=1,
     show_default=True,
     help="Measure each level afresh this often, in shuffled order; intervals then come from "
@@ -189,6 +205,7 @@ _defaults = StudyConfig()
 @click.option(
     "--steps",
     type=int,
+    metavar="N",
     default=_defaults.steps,
     show_default=True,
     help="Optimizer steps to measure at each level, plain and instrumented each.",
@@ -196,6 +213,7 @@ _defaults = StudyConfig()
 @click.option(
     "--warmup",
     type=int,
+    metavar="N",
     default=_defaults.warmup,
     show_default=True,
     help="Optimizer steps before that; recorded, left out of the figures.",
@@ -210,6 +228,7 @@ _defaults = StudyConfig()
 @click.option(
     "--bucket-cap-mb",
     type=float,
+    metavar="MB",
     default=_defaults.bucket_cap_mb,
     show_default=True,
     help="Size limit of DDP's gradient buckets, in MB of 2^20 bytes.",
@@ -217,6 +236,7 @@ _defaults = StudyConfig()
 @click.option(
     "--allreduce-max-mb",
     type=float,
+    metavar="MB",
     default=_defaults.allreduce_max_mb,
     show_default=True,
     help="Largest message of the AllReduce sweep in isolation, 64 at most; 0 leaves the sweep out.",
@@ -224,6 +244,7 @@ _defaults = StudyConfig()
 @click.option(
     "--link-gbps",
     type=float,
+    metavar="X",
     help="Rate of the links between nodes in Gbit/s, from their data sheet, for the ring bound. "
     "Default: measured.",
 )
@@ -239,8 +260,9 @@ _defaults = StudyConfig()
 @click.option(
     "--confirm",
     is_flag=True,
-    help="Then measure the change of settings that is predicted to gain most of those that leave "
-    "training as it is, in turns with the setting as it is, and show predicted against real gain.",
+    help="Once all levels are measured, measure the change of settings that is predicted to gain "
+    "most of those that leave training as it is, in turns with the setting as it is, and show "
+    "predicted against real gain.",
 )
 @click.option(
     "--backend",
@@ -250,14 +272,23 @@ _defaults = StudyConfig()
     help="auto: nccl where each rank has a GPU of its own, else gloo.",
 )
 @click.option(
+    "--nccl",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Use this libnccl.so.2 instead of torch's own, for example to compare two versions; see "
+    "docs/gpu.md.",
+)
+@click.option(
     "--threads-per-rank",
     type=int,
+    metavar="N",
     help="Threads of each rank at every dp. Default: the node's cores shared out evenly.",
 )
 @click.option(
     "--timeout",
     "timeout_s",
     type=float,
+    metavar="S",
     default=_defaults.timeout_s,
     show_default=True,
     help="Seconds after which waiting for another rank is given up.",
@@ -267,7 +298,23 @@ _defaults = StudyConfig()
     type=click.Path(path_type=Path),
     help="Run folder to create. Default: a fresh one below runs/.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of parameters and data.")
+@click.option(
+    "--collect",
+    default=_defaults.collect,
+    show_default=True,
+    metavar="|".join(COLLECTIONS),
+    help="What comes to rank 0 from nodes that do not see its folder: their ranks' files whole, or "
+    "condensed to about a twentieth, of which the same figures are made; auto: condensed from "
+    "64 MiB on. The whole files stay on their nodes.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="Seed of parameters and data.",
+)
 @click.option(
     "--plant",
     "plants",

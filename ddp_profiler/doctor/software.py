@@ -17,8 +17,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from ddp_profiler.doctor import torch_probe
 from ddp_profiler.doctor.verdict import Verdict, error, not_applicable, ok, warning
+from ddp_profiler.measure import torch_probe
 
 PROBE_LIMIT_S = 60.0
 """Importing torch from a slow file system takes long; a driver that hangs takes for ever."""

@@ -141,8 +141,13 @@ class GroupCarrier:
         return data
 
 
-def hand_over(carrier: Carrier, path: Path) -> str:
+def hand_over(carrier: Carrier, path: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> str:
     """Sends this rank's file to rank 0 when that asks for it; the file stays here too.
+
+    Args:
+        carrier: This rank's carrier.
+        path: The file.
+        read: Given it, returns the bytes to send. It may raise OSError.
 
     Returns:
         Why rank 0 cannot be reached any more; empty if it can. What else goes wrong, rank 0
@@ -150,7 +155,7 @@ def hand_over(carrier: Carrier, path: Path) -> str:
     """
     data = b""
     try:
-        data = path.read_bytes()
+        data = read(path)
         offer = Offer(len(data), hashlib.sha256(data).hexdigest())
         if carrier.problem:
             offer = Offer(0, "", carrier.problem)

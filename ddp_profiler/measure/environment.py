@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ddp_profiler.measure import interfaces
+from ddp_profiler.measure import interfaces, nccl
 
-_RECORDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "CUDA_VISIBLE")
+_RECORDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "CUDA_VISIBLE", nccl.PRELOAD)
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
@@ -26,15 +26,15 @@ def describe(
 ) -> dict[str, Any]:
     """Describes this node: versions, processor, memory, GPUs, and what was set."""
     cuda = torch.cuda.is_available()
+    nccl_version, nccl_library = nccl.in_use() if cuda else (None, None)
     return {
         "hostname": socket.gethostname(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        if cuda
-        else None,
+        "nccl": nccl_version or (_built_nccl() if cuda else None),
+        "nccl_library": nccl_library,
         "backend": backend,
         "network": interfaces.describe(backend),
         "device_type": device.type,
@@ -53,6 +53,11 @@ def describe(
             and not any(word in name for word in _SECRET_WORDS)
         },
     }
+
+
+def _built_nccl() -> str:
+    version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, version))
 
 
 def cpu_model() -> str:

@@ -256,7 +256,9 @@ class Study:
                 session.beat(heartbeat)
                 self._progress.block_ends()
 
+        begun = time.monotonic()
         run = self._level_run(level, group, repetition)
+        start_up_ms = (time.monotonic() - begun) * 1000
         try:
             for block, (variant, steps) in enumerate(plan):
                 phase.name = f"level {level.id}, {variant.name.lower()} block {block}"
@@ -265,7 +267,9 @@ class Study:
                 run.run_block(steps, variant, block_ended, beat, watched)
             session.publish(f"machine/{number}/{session.rank}", machine.use())
             uncertainty = self._device_clock_uncertainty_ns(group)
-            facts = replace(run.facts(), device_clock_uncertainty_ns=uncertainty)
+            facts = replace(
+                run.facts(), device_clock_uncertainty_ns=uncertainty, start_up_ms=start_up_ms
+            )
             session.beat(heartbeat)
             if repetition == 0:
                 phase.name = f"level {level.id}, batch proof"

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ddp_profiler.errors import InputError, UsageError
 from ddp_profiler.record import paths, reader, writer
-from ddp_profiler.schema import Failure, RunInfo
+from ddp_profiler.schema import SPAN_COLUMNS, Failure, RunInfo, SpanKind, Variant
 
 _STATES = ("running", "failed", "complete")
 """From the least to the most that a run.json says of its run."""
@@ -159,12 +161,34 @@ def _join_files(given: Mapping[Path, Mapping[int, Path]]) -> dict[int, Path]:
     for own in given.values():
         for rank, path in own.items():
             first = files.setdefault(rank, path)
-            if first != path and not filecmp.cmp(first, path, shallow=False):
+            if first == path or filecmp.cmp(first, path, shallow=False):
+                continue
+            whole = _whole_one(first, path, rank)
+            if whole is None:
                 raise InputError(
                     f"Rank {rank} has two different files: {first} and {path}.",
                     "Move the wrong one out of its folder; a file that was cut is the shorter one.",
                 )
+            files[rank] = whole
     return dict(sorted(files.items()))
+
+
+def _whole_one(one: Path, other: Path, rank: int) -> Path | None:
+    """Returns the whole record where the other file is the same one, condensed; else None."""
+    both = {path: reader.read_rank(path.parent, rank) for path in (one, other)}
+    whole = [path for path, spans in both.items() if not spans.condensed]
+    if len(whole) != 1:
+        return None
+    condensed = both[other if whole[0] == one else one].columns
+    columns = both[whole[0]].columns
+    told = columns["variant"] != Variant.KINETO
+    gradients = (columns["kind"] == SpanKind.GRADIENT) & told
+    merged = condensed["kind"] == SpanKind.GRADIENT
+    same = int(condensed["collectives"].sum()) == int(gradients.sum()) and all(
+        np.array_equal(columns[name][told & ~gradients], condensed[name][~merged])
+        for name, _ in SPAN_COLUMNS
+    )
+    return whole[0] if same else None
 
 
 def _join_infos(infos: Sequence[RunInfo]) -> RunInfo:

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from ddp_profiler.errors import InputError
 from ddp_profiler.record import paths
-from ddp_profiler.record.writer import NULL, SPAN_SCHEMA
+from ddp_profiler.record.writer import CONDENSED_SCHEMA, NULL, SPAN_SCHEMA
 from ddp_profiler.schema import NULLABLE_SPAN_COLUMNS, SCHEMA_VERSION, RunInfo
 
 
@@ -28,12 +28,15 @@ class RankSpans:
             null is ``writer.NULL`` (nullable columns are int64).
         run_id: The run that the stream says it belongs to.
         complete: Whether the stream was ended; false after a crash.
+        condensed: Whether gradient collectives are one row a micro-step and DDP, with the columns
+            of ``schema.CONDENSED_COLUMNS`` beside the others.
     """
 
     rank: int
     run_id: str
     columns: Mapping[str, npt.NDArray[np.int64]]
     complete: bool
+    condensed: bool = False
 
     def __len__(self) -> int:
         return len(self.columns["kind"])
@@ -92,10 +95,11 @@ def read_rank(folder: Path, rank: int) -> RankSpans:
     """
     path = paths.rank_file(folder, rank)
     batches: list[pa.RecordBatch] = []
-    complete = True
+    complete, condensed = True, False
     try:
         with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as stream:
             _check_schema(path, stream.schema, rank)
+            condensed = _is_condensed(stream.schema)
             run_id = (stream.schema.metadata or {}).get(b"run_id", b"").decode(errors="replace")
             while True:
                 try:
@@ -119,12 +123,13 @@ def read_rank(folder: Path, rank: int) -> RankSpans:
             f"{path} is not a span stream: {cause}.",
             "The file is damaged or was not written by ddp_profiler.",
         ) from None
-    table = pa.concat_tables(
-        [SPAN_SCHEMA.empty_table(), *(pa.Table.from_batches([batch]) for batch in batches)],
-        promote_options="default",
-    )
-    columns = {name: _to_numpy(table, name) for name in SPAN_SCHEMA.names}
-    return RankSpans(rank=rank, run_id=run_id, columns=columns, complete=complete)
+    expected = CONDENSED_SCHEMA if condensed else SPAN_SCHEMA
+    tables = [expected.empty_table()]
+    if batches:
+        tables.append(pa.Table.from_batches(batches))
+    table = pa.concat_tables(tables, promote_options="default").combine_chunks()
+    columns = {name: _to_numpy(table, name) for name in expected.names}
+    return RankSpans(rank, run_id, columns, complete, condensed)
 
 
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -138,6 +143,10 @@ def _ended(path: Path) -> bool:
         return file.read() == _END_OF_STREAM
 
 
+def _is_condensed(schema: pa.Schema) -> bool:
+    return b"condensed" in (schema.metadata or {})
+
+
 def _check_schema(path: Path, schema: pa.Schema, rank: int) -> None:
     metadata = schema.metadata or {}
     version = metadata.get(b"schema_version", b"missing").decode(errors="replace")
@@ -147,7 +156,8 @@ def _check_schema(path: Path, schema: pa.Schema, rank: int) -> None:
             "Read it with the version of ddp_profiler that wrote it.",
         )
     # Records of earlier versions lack the columns that came later, which may all be null.
-    known = [f for f in SPAN_SCHEMA if not f.nullable or f.name in schema.names]
+    all_known = CONDENSED_SCHEMA if _is_condensed(schema) else SPAN_SCHEMA
+    known = [f for f in all_known if not f.nullable or f.name in schema.names]
     if not schema.equals(pa.schema(known)):
         raise InputError(f"{path} has other columns than a span stream.", "The file is damaged.")
     if metadata.get(b"rank") != str(rank).encode():

@@ -13,7 +13,13 @@ import pyarrow as pa
 
 from ddp_profiler.errors import UsageError
 from ddp_profiler.record import paths
-from ddp_profiler.schema import NULLABLE_SPAN_COLUMNS, SCHEMA_VERSION, SPAN_COLUMNS, RunInfo
+from ddp_profiler.schema import (
+    CONDENSED_COLUMNS,
+    NULLABLE_SPAN_COLUMNS,
+    SCHEMA_VERSION,
+    SPAN_COLUMNS,
+    RunInfo,
+)
 
 NULL = np.iinfo(np.int64).min
 """Stands for null where spans are columns of whole numbers."""
@@ -22,6 +28,14 @@ SPAN_SCHEMA = pa.schema(
     [
         pa.field(name, getattr(pa, kind)(), nullable=name in NULLABLE_SPAN_COLUMNS)
         for name, kind in SPAN_COLUMNS
+    ]
+)
+
+
+CONDENSED_SCHEMA = pa.schema(
+    [
+        *SPAN_SCHEMA,
+        *(pa.field(name, getattr(pa, kind)(), nullable=False) for name, kind in CONDENSED_COLUMNS),
     ]
 )
 
@@ -42,11 +56,7 @@ class SpanWriter:
     """
 
     def __init__(self, folder: Path, rank: int, run_id: str) -> None:
-        metadata = {
-            "schema_version": str(SCHEMA_VERSION),
-            "rank": str(rank),
-            "run_id": run_id,
-        }
+        metadata = _metadata(rank, run_id)
         path = paths.rank_file(folder, rank)
         try:
             self._sink = pa.OSFile(str(path), "wb")
@@ -68,21 +78,46 @@ class SpanWriter:
 
     def write_columns(self, columns: Mapping[str, npt.NDArray[np.int64]]) -> None:
         """Writes spans as a reader has them: arrays of shape [span], null as :data:`NULL`."""
-        arrays = [
-            pa.array(
-                columns[field.name],
-                type=field.type,
-                mask=columns[field.name] == NULL if field.nullable else None,
-                safe=False,
-            )
-            for field in SPAN_SCHEMA
-        ]
-        self._stream.write_batch(pa.record_batch(arrays, schema=SPAN_SCHEMA))
+        self._stream.write_batch(_batch(columns, SPAN_SCHEMA))
 
     def close(self) -> None:
         """Ends the stream. A stream without an end is readable and known to be cut."""
         self._stream.close()
         self._sink.close()
+
+
+def _metadata(rank: int, run_id: str) -> dict[str, str]:
+    return {"schema_version": str(SCHEMA_VERSION), "rank": str(rank), "run_id": run_id}
+
+
+def _batch(columns: Mapping[str, npt.NDArray[np.int64]], schema: pa.Schema) -> pa.RecordBatch:
+    arrays = [
+        pa.array(
+            columns[field.name],
+            type=field.type,
+            mask=columns[field.name] == NULL if field.nullable else None,
+            safe=False,
+        )
+        for field in schema
+    ]
+    return pa.record_batch(arrays, schema=schema)
+
+
+def condensed_stream(rank: int, run_id: str, columns: Mapping[str, npt.NDArray[np.int64]]) -> bytes:
+    """Returns a condensed record as one compressed Arrow IPC stream.
+
+    Args:
+        rank: Global rank.
+        run_id: Of its run.
+        columns: Its spans, condensed, shape [span] each, null as :data:`NULL`.
+    """
+    schema = CONDENSED_SCHEMA.with_metadata({**_metadata(rank, run_id), "condensed": "1"})
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(sink, schema, options=options) as stream:
+        stream.write_batch(_batch(columns, CONDENSED_SCHEMA))
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
 
 
 def write_run_info(folder: Path, info: RunInfo) -> None:

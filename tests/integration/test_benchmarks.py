@@ -20,7 +20,7 @@ def overhead():
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     file = tmp_path_factory.mktemp("benchmark") / "figures.json"
-    done = run_command([SCRIPT, "--quick", "--json", file])
+    done = run_command([SCRIPT, "--quick", "--peers", "--json", file])
     assert done.code == 0, done.err[-3000:]
     return done, file
 
@@ -32,7 +32,9 @@ def test_quick_run_measures_every_case_and_variant(quick):
     assert len(figures["ranks"]) == 2
     for blocks in figures["ranks"]:
         seen = {(b["case"], b["round"], b["variant"]) for b in blocks}
-        assert len(seen) == len(blocks) == 3 * 3 * figures["plan"]["rounds"]
+        variants = figures["variants"]
+        assert {*variants} >= {"plain", "instrumented", "plain_again", "torch.profiler"}
+        assert len(seen) == len(blocks) == 3 * len(variants) * figures["plan"]["rounds"]
         assert all(len(b["steps_us"]) == figures["plan"]["block_steps"] for b in blocks)
 
 
@@ -64,14 +66,16 @@ def test_wrong_usage(options):
     assert "Traceback" not in done.err
 
 
-def raw_times(overhead, *, per_step, per_bucket, rounds=36, noise=50):
-    """Times as ranks would measure them if the cost were known."""
+def raw_times(overhead, *, per_step, per_bucket, rounds=36, noise=50, peers=None):
+    """Times as ranks would measure them if the cost were known; of peers, by step and bucket."""
     random = np.random.default_rng(0)
+    costs = {"plain": (0, 0), "instrumented": (per_step, per_bucket), **(peers or {})}
+    costs["plain_again"] = (0, 0)
     blocks = []
     for case in overhead.CASES:
         for round_ in range(rounds):
-            for variant in overhead.VARIANTS:
-                cost = per_step + per_bucket * case.buckets if variant == "instrumented" else 0
+            for variant, (fixed, each) in costs.items():
+                cost = fixed + each * case.buckets
                 steps = case.step_ms * 1000 + cost + random.normal(0, noise, 10)
                 blocks.append(
                     {
@@ -84,7 +88,14 @@ def raw_times(overhead, *, per_step, per_bucket, rounds=36, noise=50):
                     }
                 )
     plan = {"rounds": rounds, "block_steps": 10, "warmup": 3}
-    return {"plan": plan, "cases": overhead._asdicts(overhead.CASES), "ranks": [blocks, blocks]}
+    return {
+        "plan": plan,
+        "cases": overhead._asdicts(overhead.CASES),
+        "variants": list(costs),
+        "versions": dict.fromkeys(peers or (), "1.2.3"),
+        "missing": [],
+        "ranks": [blocks, blocks],
+    }
 
 
 def test_planted_costs_are_found(overhead):
@@ -97,6 +108,23 @@ def test_planted_costs_are_found(overhead):
     assert result.fixed_us.value == pytest.approx(100, abs=30)
     assert result.cpu_slope_us.value == pytest.approx(60)
     assert [v.shown for v in result.verdicts] == [True, True, True]
+
+
+def test_ours_is_compared_with_others_on_the_same_rounds(overhead):
+    raw = raw_times(
+        overhead, per_step=100, per_bucket=30, peers={"dear": (500, 60), "cheap": (100, 10)}
+    )
+    dear, cheap = overhead.analyze(raw).peers
+    assert [found.value for found in dear.cost_us] == pytest.approx([980, 980, 560], abs=30)
+    assert [found.value for found in dear.less_us] == pytest.approx([-640, -640, -430], abs=40)
+    assert dear.slope_us.value == pytest.approx(60, abs=6)
+    assert cheap.slope_less_us.value == pytest.approx(20, abs=8)
+    raw |= {"machine": {"cores": 2, "load_before": 1, "python": "3.11.9"}, "torch": "2.13.0"}
+    raw["missing"] = ["other: not installed"]
+    text = overhead.render(overhead.analyze(raw), raw)
+    assert "less in 3 of 3 cases; per bucket below" in text
+    assert "less in no case; per bucket not below" in text
+    assert text.endswith("not measured: other: not installed")
 
 
 def test_a_goal_that_is_missed_or_not_resolved_is_not_shown(overhead):
@@ -118,8 +146,12 @@ def test_table_fits_whatever_the_machine_does(overhead, noise):
     assert re.search(r"cost, % of step +-?\d+(\.\d+)? \[", text)
 
 
-def test_orders_balance_place_and_predecessor(overhead):
-    for place in range(3):
-        assert sorted(order[place] for order in overhead.ORDERS) == [0, 0, 1, 1, 2, 2]
-    follows = sorted(pair for o in overhead.ORDERS for pair in itertools.pairwise(o))
-    assert follows == sorted(2 * [(a, b) for a in range(3) for b in range(3) if a != b])
+@pytest.mark.parametrize("number", [3, 4, 5, 6])
+def test_orders_balance_place_and_predecessor(overhead, number):
+    made = overhead.orders(number)
+    times = len(made) // number
+    for place in range(number):
+        assert sorted(order[place] for order in made) == sorted([*range(number)] * times)
+    follows = sorted(pair for order in made for pair in itertools.pairwise(order))
+    pairs = [(a, b) for a in range(number) for b in range(number) if a != b]
+    assert follows == sorted(pairs * times)

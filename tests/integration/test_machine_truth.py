@@ -82,27 +82,28 @@ def test_the_record_covers_the_instrumented_steps(starved):
 
 
 @pytest.fixture
-def limited():
-    """A cgroup that may use a sixth of a core: less than even a busy machine would give it.
+def limit():
+    """Environment of a cgroup that may use a sixth of a core: less than even a busy machine gives.
 
     It is empty and gone in the end.
     """
     name = f"ddp-profiler-test-{os.getpid()}"
-    first = Path("/sys/fs/cgroup/cpu") / name, ("cpu.cfs_quota_us", "15000")
-    second = Path("/sys/fs/cgroup") / name, ("cpu.max", "15000 90000")
+    first = Path("/sys/fs/cgroup/cpu") / name / "cpu.cfs_quota_us", "15000", "-1"
+    second = Path("/sys/fs/cgroup") / name / "cpu.max", "15000 90000", "max 90000"
     made = None
-    for folder, (file, limit) in (first, second):
+    for file, limited, unlimited in (first, second):
+        folder = file.parent
         try:
             folder.mkdir()
         except OSError:
             continue
         try:
-            if file == "cpu.cfs_quota_us":
+            if file.name == "cpu.cfs_quota_us":
                 (folder / "cpu.cfs_period_us").write_text("90000")
             # Where version 2 does not hand the processor on to groups, there is no such file.
-            if (folder / file).exists():
-                (folder / file).write_text(limit)
-                made = folder
+            if file.exists():
+                file.write_text(unlimited)
+                made = {"THROTTLED_BY": str(file), "LIMIT": limited, "UNLIMITED": unlimited}
                 break
         except OSError:
             pass
@@ -114,18 +115,17 @@ def limited():
     finally:
         for _ in range(50):
             with contextlib.suppress(OSError):
-                made.rmdir()
+                folder.rmdir()
                 break
             time.sleep(0.1)
 
 
 @pytest.fixture
-def throttled(limited, tmp_path_factory):
+def throttled(limit, tmp_path_factory):
     def measure():
         folder = tmp_path_factory.mktemp("throttled") / "run"
         argv = ("--out", folder, "--threads-per-rank", "1", *SMALL, "--steps", "4")
-        env = {"THROTTLED_BY": str(limited)}
-        done = torchrun(1, HERE / "throttled_rank.py", *argv, env=env)
+        done = torchrun(1, HERE / "throttled_rank.py", *argv, env=limit)
         assert done.code == 0, done.err[-3000:]
         return folder
 

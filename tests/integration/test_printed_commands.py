@@ -24,9 +24,10 @@ CLUSTER = "needs a cluster"
 BY_HAND = {
     r"make run": NETWORK,
     r"make (test|lint)\b.*": SUITE,
+    r"make docs(-links)?": NETWORK,
     r"pip install .*": NETWORK,
     r"(DDP_PROFILER_\w+=1 )?pytest .*": SUITE,
-    r"python benchmarks/(accuracy|compare|overhead|scripts)\.py": LONG,
+    r"python benchmarks/(accuracy|compare|overhead|scripts|worker_costs)\.py.*": LONG,
     r"python benchmarks/trace_speed\.py .*": NETWORK,
     r"srun .* ddp-profiler doctor .*": CLUSTER,
     r"sbatch launch/slurm\.sbatch .*": CLUSTER,

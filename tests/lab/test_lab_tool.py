@@ -459,7 +459,9 @@ def test_missing_kernel_feature_is_named_in_one_line(usable, tmp_path):
 @pytest.mark.parametrize("mode", [["--exec", "true"], ["--socket-test"], ["--clean"]])
 def test_missing_root_is_named_in_one_line(monkeypatch, capsys, mode):
     monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    ways = [signal.getsignal(number) for number in lab_tool._SIGNALS]
     assert lab_tool.main(mode) == 2
+    assert [signal.getsignal(number) for number in lab_tool._SIGNALS] == ways
     assert capsys.readouterr().err == "lab: needs root (for network namespaces and tc)\n"
 
 

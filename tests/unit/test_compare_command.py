@@ -230,6 +230,7 @@ def test_equal_global_batches_split_differently_can_be_compared(runs, capfd):
         ({"gpus": ["H100"]}, {}, "DIFFERENT MACHINES: GPUs none -> H100"),
         ({"hostname": "two"}, {}, "Different hosts of the same kind: host one -> two"),
         ({"torch": "2.14.1"}, {}, "DIFFERENT VERSIONS: torch 2.13.0 -> 2.14.1"),
+        ({"nccl": "2.32.3"}, {}, "DIFFERENT VERSIONS: NCCL none -> 2.32.3"),
         ({"backend": "nccl"}, {}, "Different settings: backend gloo -> nccl"),
         ({"threads_per_rank": 2}, {}, "Different settings: threads a rank 1 -> 2"),
         (

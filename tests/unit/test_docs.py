@@ -27,6 +27,7 @@ from ddp_profiler.cli import worker_options
 from ddp_profiler.predict.plan import Alternative, Plan
 from ddp_profiler.predict.step_time import StepTime
 from ddp_profiler.schema import (
+    CONDENSED_COLUMNS,
     SCHEMA_VERSION,
     SPAN_COLUMNS,
     CopyRate,
@@ -193,7 +194,7 @@ def test_folders_and_benchmarks_that_are_named_are_there():
 
 def test_columns_kinds_and_variants():
     text = (DOCS / "file-format.md").read_text()
-    for name, kind in SPAN_COLUMNS:
+    for name, kind in (*SPAN_COLUMNS, *CONDENSED_COLUMNS):
         assert f"| `{name}` | {kind}" in text
     for member in (*SpanKind, *Variant):
         assert f"| {member.value} | `{member.name}` |" in text

@@ -22,7 +22,6 @@ from ddp_profiler.doctor import (
     network,
     software,
     text,
-    torch_probe,
     variables,
 )
 from ddp_profiler.doctor.combinations import Setting
@@ -38,6 +37,7 @@ from ddp_profiler.doctor.network import (
 )
 from ddp_profiler.doctor.reading import Reader, Unread, read_all
 from ddp_profiler.doctor.software import Software, TorchFacts, Wheel
+from ddp_profiler.measure import torch_probe
 from ddp_profiler.measure.interfaces import Interface
 
 ROOT = Path(__file__).resolve().parents[2]
