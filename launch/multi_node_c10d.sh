@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Several nodes with a c10d rendezvous: the very same command on each; torchrun numbers the nodes.
-#   on each node:  NNODES=2 MASTER_ADDR=node0 launch/multi_node_c10d.sh --out runs/NAME
+#   NNODES=2 MASTER_ADDR=node0 launch/multi_node_c10d.sh --out runs/NAME  # on each node
 # Each node's hostname must resolve on the others: torchrun lets ranks meet at the name of the node
 # that it numbers 0 (ddp-profiler doctor --nodes 2 looks at that).
 # Tried with two nodes of the lab (docs/lab.md) with CPU ranks; not on GPUs.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Several nodes with a static rendezvous: the same command on each, with its own NODE_RANK.
-#   on node 0:  NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 launch/multi_node_static.sh --out runs/NAME
-#   on node 1:  NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 launch/multi_node_static.sh --out runs/NAME
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 launch/multi_node_static.sh --out runs/NAME  # on node 0
+#   NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 launch/multi_node_static.sh --out runs/NAME  # on node 1
 # Nodes are numbered by you, nothing is restarted, and addresses of nodes other than 0 need no name.
 # Tried with two nodes of the lab (docs/lab.md) with CPU ranks; not on GPUs.
 

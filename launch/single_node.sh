@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One node: measures all its GPUs, or a number of CPU ranks.
-#   launch/single_node.sh                                the built-in study
-#   launch/single_node.sh train.py --lr 3e-4             your own script, with its arguments
-#   NPROC_PER_NODE=2 launch/single_node.sh --model mlp   two ranks
+#   launch/single_node.sh                                # the built-in study
+#   launch/single_node.sh train.py --lr 3e-4             # your own script, with its arguments
+#   NPROC_PER_NODE=2 launch/single_node.sh --model mlp   # two ranks
 # Tried here with CPU ranks; not on GPUs.
 
 # Threads of each rank; several ranks share the node's cores (ddp-profiler doctor says how many).

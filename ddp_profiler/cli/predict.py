@@ -62,9 +62,9 @@ def command(
 
     \b
     Examples:
-        ddp-profiler predict runs/NAME --dp 8,16,64
-        ddp-profiler predict runs/NAME --dp 8 --bandwidth-gbps 25
-        ddp-profiler predict runs/NAME --dp 8 --bucket-cap-mb 100 --accumulate 4
+        ddp-profiler predict runs/NAME --dp 4,8 --ranks-per-node 8
+        ddp-profiler predict runs/NAME --dp 8,16,64 --bandwidth-gbps 25
+        ddp-profiler predict runs/NAME --dp 2 --bucket-cap-mb 100 --accumulate 4
     """  # noqa: D301 (click needs the character itself)
     # Here, so that --help does not load what reading a run needs.
     import json
