@@ -289,8 +289,8 @@ def torchrun(ranks: int, *words: object, quiet: bool = False) -> str:
     command += [f"--nproc_per_node={ranks}", *map(str, words)]
     done = subprocess.run(command, env=environ, capture_output=quiet, text=True, check=False)
     if done.returncode:
-        said = f": {done.stderr.strip().splitlines()[-1]}" if quiet and done.stderr else ""
-        raise RuntimeError(f"torchrun ended with {done.returncode}{said}")
+        sys.stderr.write(done.stderr or "")
+        raise RuntimeError(f"torchrun ended with {done.returncode}; its messages are above")
     return done.stdout or ""
 
 
@@ -415,6 +415,8 @@ class Timed:
             loss=loss,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         )
+        # Else threads wait for each other where cores are taken, as in a rehearsal.
+        torch.set_num_threads(1)
         if not dist.is_initialized():
             backend = "nccl" if pause.cuda else "gloo"
             store = dist.HashStore()  # type: ignore[attr-defined]

@@ -199,6 +199,15 @@ def test_a_mark_lies_at_the_end_of_what_was_launched_before_it():
     }
 
 
+def test_collectives_on_two_streams_are_all_waited_for():
+    trace = Trace()
+    trace.work(5, 50, 60)
+    trace.work(10, 100, 9000, stream=20, name="ncclDevKernel_AllReduce_Sum_f32_RING_LL")
+    trace.work(20, 110, 1100, stream=21, name="ncclDevKernel_AllReduce_Sum_f32_RING_LL")
+    trace.mark(0, 30, "side")
+    assert parts.place_marks(trace.events) == {0: 9_000_000}
+
+
 def test_a_rank_alone_has_no_collectives_to_wait_for():
     trace = Trace()
     trace.work(10, 100, 1100)
