@@ -284,7 +284,72 @@ def derive_steps(rank: int, columns: Columns, level: int, variant: Variant) -> S
         overlapped_ms=_per_step(overlapped, gradients.row, len(key)) / _NS_PER_MS,
         collectives=np.bincount(gradients.row, minlength=len(key)).astype(np.int64),
         gradient_bytes=_per_step(gradients.nbytes, gradients.row, len(key)).astype(np.int64),
-        unnoticed=int(gradients.unnoticed),
+        unnoticed=gradients.unnoticed,
+    )
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """The gradient collectives of one rank by step and hand-over, shape [collective] each.
+
+    Attributes:
+        key: Identifies the step on every rank: (repetition, step) packed.
+        ordinal: Number in its step, from 0.
+        micro_step: In which it was handed over.
+        nbytes: Bytes reduced; ``NULL`` where that is not known.
+        begin_ms: Hand-over, in ms after the step's begin.
+        hidden_until_ms: End of what is hidden: completion or the end of local backward, whichever
+            is first; ``begin_ms`` where nothing is hidden.
+        end_ms: Completion, or the end of backward where that is earlier or completion was never
+            noticed.
+        noticed: Whether completion was noticed.
+    """
+
+    key: Ints
+    ordinal: Ints
+    micro_step: Ints
+    nbytes: Ints
+    begin_ms: Floats
+    hidden_until_ms: Floats
+    end_ms: Floats
+    noticed: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+
+def derive_collectives(columns: Columns, level: int, variant: Variant, keys: Ints) -> Collectives:
+    """Derives a rank's gradient collectives, as :func:`derive_steps` counts them.
+
+    Args:
+        columns: The rank's spans by column, shape [span] each.
+        level: Index of the level.
+        variant: Which steps to take.
+        keys: Of the steps that count.
+    """
+    chosen = (columns["level"] == level) & (columns["variant"] == int(variant))
+    spans = {name: values[chosen].astype(np.int64) for name, values in columns.items()}
+    step_key = step_keys(spans["repetition"], spans["step"])
+    is_step = (spans["kind"] == SpanKind.STEP) & np.isin(step_key, keys)
+    key, step_begin = step_key[is_step], spans["begin_ns"][is_step]
+    _, found, _ = _backwards(spans, _Lookup(key).find(step_key))
+    order = np.lexsort((found.begin, step_begin[found.row]))
+    row = found.row[order]
+    first = np.searchsorted(step_begin[row], step_begin[row], "left")
+
+    def after(times: Ints) -> Floats:
+        since: Floats = (times[order] - step_begin[row]) / _NS_PER_MS
+        return since
+
+    return Collectives(
+        key=key[row],
+        ordinal=(np.arange(len(row)) - first).astype(np.int64),
+        micro_step=found.micro_step[order],
+        nbytes=found.nbytes[order],
+        begin_ms=after(found.begin),
+        hidden_until_ms=after(np.clip(found.local_end, found.begin, found.end)),
+        end_ms=after(found.end),
+        noticed=found.noticed[order],
     )
 
 
@@ -357,7 +422,13 @@ class _Gradients:
     end: Ints
     local_end: Ints
     nbytes: Ints
-    unnoticed: int
+    micro_step: Ints
+    noticed: npt.NDArray[np.bool_]
+
+    @property
+    def unnoticed(self) -> int:
+        """How many of them were never noticed to complete."""
+        return int((~self.noticed).sum())
 
 
 @dataclass(frozen=True)
@@ -413,7 +484,8 @@ def _backwards(spans: Columns, row: Ints) -> tuple[Backwards, _Gradients, _Modul
         end=g_end[by_begin],
         local_end=local_end[call][by_begin],
         nbytes=spans["bytes"][is_gradient][inside][by_begin],
-        unnoticed=int(unnoticed.sum()),
+        micro_step=spans["micro_step"][is_gradient][inside][by_begin],
+        noticed=~unnoticed[by_begin],
     )
     comm = _module_comm(
         spans, row, SpanKind.BACKWARD_COMM, position.find(call_key), np.append(local_end, 0)
@@ -549,6 +621,11 @@ def _per_step(values: Ints, row: Ints, count: int) -> Floats:
 def step_keys(repetition: Ints, step: Ints) -> Ints:
     """Returns the keys of steps: (repetition, step) packed, shape as given."""
     return (repetition << 32) | step
+
+
+def step_numbers(keys: Ints) -> Ints:
+    """Returns the number of each step in its repetition, as it was recorded; shape as given."""
+    return keys & 0xFFFFFFFF
 
 
 def _call_key(step_key: Ints, micro_step: Ints) -> Ints:

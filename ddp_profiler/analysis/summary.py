@@ -15,7 +15,7 @@ from ddp_profiler.analysis import allreduce, model, statistics
 from ddp_profiler.analysis.bucket_timeline import bucket_timeline
 from ddp_profiler.analysis.clocks import ClockOffset, CommonClock, offsets
 from ddp_profiler.analysis.confirmation import confirmed
-from ddp_profiler.analysis.detail import LevelDetail, levels_in_detail
+from ddp_profiler.analysis.detail import LevelDetail, LevelSteps, levels_in_detail
 from ddp_profiler.analysis.feeding import Feeding, observe
 from ddp_profiler.analysis.findings import find
 from ddp_profiler.analysis.gradient_scale import scale_notes
@@ -33,6 +33,7 @@ from ddp_profiler.analysis.parts import (
     Columns,
     Floats,
     Steps,
+    derive_collectives,
     derive_steps,
     ready_times,
     split_exposed,
@@ -90,6 +91,34 @@ def summarize_in_detail(
     summary = _summary(info, columns_by_rank, incomplete, measured)
     by_id = {m.level.id: m for m in measured}
     return summary, tuple(_detail(by_id[id]) for id in levels_in_detail(summary.levels))
+
+
+def summarize_every_step(
+    info: RunInfo, columns_by_rank: Mapping[int, Columns], incomplete: Sequence[int] = ()
+) -> tuple[Summary, tuple[LevelDetail, ...], tuple[LevelSteps, ...]]:
+    """Derives a run's summary, and the single steps of every level; arguments as there.
+
+    Details are those of levels with instrumented steps.
+    """
+    measured = _all_measured(info, columns_by_rank)
+    summary = _summary(info, columns_by_rank, incomplete, measured)
+    details = tuple(_detail(m) for m in measured if m.instrumented)
+    return summary, details, tuple(_steps(m) for m in measured)
+
+
+def _steps(measured: _Measured) -> LevelSteps:
+    by_rank = dict(zip(measured.ranks, measured.columns, strict=True))
+    return LevelSteps(
+        level=measured.level.id,
+        plain=measured.plain,
+        instrumented=measured.instrumented,
+        warmup=measured.warmup,
+        breakdowns=measured.breakdowns,
+        collectives=tuple(
+            derive_collectives(by_rank[steps.rank], measured.index, Variant.INSTRUMENTED, steps.key)
+            for steps in measured.instrumented
+        ),
+    )
 
 
 def _all_measured(info: RunInfo, columns_by_rank: Mapping[int, Columns]) -> list[_Measured]:

@@ -6,6 +6,7 @@ nothing for it. Figures belong to no window and change no setting of matplotlib.
 
 from __future__ import annotations
 
+import io
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -629,8 +630,19 @@ def _known(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+class _Picture(Figure):
+    """A figure that a notebook shows by itself, with or without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        """Returns the picture as IPython asks for it."""
+        file = io.BytesIO()
+        # Without the version of matplotlib: equal pictures are equal files.
+        self.savefig(file, format="png", metadata={"Software": None})
+        return file.getvalue()
+
+
 def _figure(width: float, height: float) -> Figure:
-    return Figure(figsize=(width, height), layout="constrained")
+    return _Picture(figsize=(width, height), layout="constrained")
 
 
 def _title(figure: Figure, text: str) -> None:
