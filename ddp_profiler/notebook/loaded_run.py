@@ -210,8 +210,12 @@ class LoadedRun:
 
     def back_test(self) -> DataFrame:
         """Returns a row a measured level that is predicted from the others, with the error."""
-        tests = self._outlook.back_tests
-        return frames.back_test(tests.tests if tests else ())
+        predictor = self._loaded.predictor
+        if predictor is None:
+            return frames.back_test(())
+        # There is one too where no more ranks can be predicted.
+        tests = self._outlook.back_tests or predictor.back_test()
+        return frames.back_test(tests.tests)
 
     def figure(self, name: str, level: str | None = None) -> Figure:
         """Draws a figure.
