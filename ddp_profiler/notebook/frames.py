@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,9 +16,8 @@ from ddp_profiler.notebook.columns import ANY, NUMBER, TABLES, TEXT, WHOLE, Colu
 from ddp_profiler.predict.results import BackTest, Prediction
 from ddp_profiler.schema import RunInfo
 
-if TYPE_CHECKING:
-    # At run time it is imported with the first table: figures and plans do without.
-    from pandas import DataFrame
+DataFrame: TypeAlias = Any
+"""A pandas.DataFrame. Pandas need not be installed: it is imported with the first table."""
 
 PLAIN, INSTRUMENTED, WARMUP = "plain", "instrumented", "warmup"
 VARIANTS = (INSTRUMENTED, PLAIN, WARMUP)

@@ -6,7 +6,9 @@ import functools
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from ddp_profiler.analysis.detail import LevelDetail
 from ddp_profiler.analysis.placement import largest
@@ -16,13 +18,10 @@ from ddp_profiler.errors import DdpProfilerError, InputError, UsageError
 from ddp_profiler.load import LoadedInFull, load_in_full
 from ddp_profiler.naming import options_as_arguments
 from ddp_profiler.notebook import frames
+from ddp_profiler.notebook.frames import DataFrame
 from ddp_profiler.predict.outlook import Outlook, look_ahead
 from ddp_profiler.predict.request import Request
-
-if TYPE_CHECKING:
-    # At run time each is imported when a table or a figure is asked for.
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
+from ddp_profiler.report import console, plots, step_plots
 
 FIGURES = {
     "step_parts": "a level with instrumented steps",
@@ -84,8 +83,6 @@ class LoadedRun:
 
     def report(self) -> str:
         """Returns the table of ``ddp-profiler analyze`` as text."""
-        from ddp_profiler.report import console
-
         return console.render(self.summary)
 
     def levels(self) -> DataFrame:
@@ -254,8 +251,6 @@ class LoadedRun:
         return {name: figure for name, figure in drawn.items() if figure is not None}
 
     def _draw(self, name: str, level: str | None) -> Figure | None:
-        from ddp_profiler.report import plots, step_plots
-
         if name == "rank_heat_map":
             detail = self._detail(level, lambda one: one.heat_map is not None)
             if detail is None or detail.heat_map is None:
