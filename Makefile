@@ -24,10 +24,10 @@ COUNT_RANKS := import os, torch; gpus = torch.cuda.device_count(); \
 	ranks = gpus or min(2, cores); print(ranks, max(1, cores // ranks))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint clean
+.PHONY: help run test lint notebooks clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: $(VENV)/.installed ## Install what is missing, then measure a small model on this machine
 	@set -- $$($(BIN)/python -c '$(COUNT_RANKS)') && \
@@ -43,6 +43,9 @@ lint: $(VENV)/.installed-test ## Check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+notebooks: $(VENV)/.installed-test ## Run the notebooks again and keep their outputs
+	$(BIN)/python notebooks/execute.py
 
 clean: ## Remove what was installed and built; measured runs stay
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \

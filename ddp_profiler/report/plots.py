@@ -630,7 +630,7 @@ def _known(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-class _Picture(Figure):
+class Picture(Figure):
     """A figure that a notebook shows by itself, with or without pyplot."""
 
     def _repr_png_(self) -> bytes:
@@ -642,7 +642,7 @@ class _Picture(Figure):
 
 
 def _figure(width: float, height: float) -> Figure:
-    return _Picture(figsize=(width, height), layout="constrained")
+    return Picture(figsize=(width, height), layout="constrained")
 
 
 def _title(figure: Figure, text: str) -> None:
