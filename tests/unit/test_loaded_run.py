@@ -414,6 +414,26 @@ def test_every_table_and_figure_is_documented_with_its_columns():
         assert f"| `{name}` |" in text
 
 
+def test_examples_of_the_page_run(monkeypatch, tmp_path):
+    text = (ROOT / "docs" / "python-api.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
+    assert len(blocks) == 3
+    for name in ("NAME", "before", "after"):
+        (tmp_path / "runs").mkdir(exist_ok=True)
+        (tmp_path / "runs" / name).symlink_to(EXAMPLE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    program = "\n".join(blocks)
+    # The recorded run had one node of 4 ranks: it tells nothing of the network that 8 would need.
+    assert "dp=[8, 16]" in program
+    names = {}
+    exec(program.replace("dp=[8, 16]", "dp=[2, 4]"), names)
+    assert len(names["parts"]) == len(PARTS)
+    from matplotlib import pyplot
+
+    pyplot.close("all")
+
+
 def test_numbers_carry_units():
     units = ("_ms", "_bytes", "_gb_per_s", "_gbit_per_s", "_pct", "_fraction", "_per_s", "_mhz")
     bare = {"efficiency", "speedup", "mfu", "gradient_max_rel_error"}
