@@ -24,7 +24,7 @@ COUNT_RANKS := import os, torch; gpus = torch.cuda.device_count(); \
 	ranks = gpus or min(2, cores); print(ranks, max(1, cores // ranks))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint docs docs-links clean
+.PHONY: help run test lint docs docs-links notebooks clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ docs: $(VENV)/.installed-test ## Build the site of the documents into build/docs
 
 docs-links: $(VENV)/.installed-test ## Ask the network whether the documents' external links hold
 	$(BIN)/sphinx-build -q -b linkcheck -c docs -d build/doctrees . build/linkcheck
+
+notebooks: $(VENV)/.installed-test ## Run the notebooks again and keep their outputs
+	$(BIN)/python notebooks/execute.py
 
 clean: ## Remove what was installed and built; measured runs stay
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \

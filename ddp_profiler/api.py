@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import multiprocessing.util
-import re
 import sys
 import traceback
 from pathlib import Path
@@ -29,6 +28,7 @@ from ddp_profiler.config import ScriptConfig
 from ddp_profiler.errors import DdpProfilerError, UsageError
 from ddp_profiler.load import load_summary
 from ddp_profiler.measure.scripts.default_group import find_place
+from ddp_profiler.naming import options_as_arguments
 from ddp_profiler.observe.observation import Observation, failure_of
 from ddp_profiler.record import paths
 from ddp_profiler.report import console
@@ -244,9 +244,8 @@ def profile(
     return Profiling(config, name or _program(), show=show)
 
 
-_ARGUMENTS = "|".join(name.replace("_", "-") for name in inspect.signature(profile).parameters)
-_OPTION = re.compile(rf"(?<![\w-])--({_ARGUMENTS})(?![\w-])(?: (?=[-\d.]))?")
-"""An option that is an argument of ours as well; those of others, such as torchrun, stay."""
+_ARGUMENTS = {name.replace("_", "-"): name for name in inspect.signature(profile).parameters}
+"""The options that are arguments of ours as well; those of others, such as torchrun, stay."""
 
 
 def attach(**options: Any) -> Profiling:
@@ -312,9 +311,4 @@ def _as_python(text: str) -> str:
     >>> _as_python("torchrun --standalone --nproc_per_node=2 SCRIPT")
     'torchrun --standalone --nproc_per_node=2 SCRIPT'
     """
-
-    def argument(found: re.Match[str]) -> str:
-        name = found[1].replace("-", "_")
-        return "debug=True" if name == "debug" else name + ("=" if found[0][-1] == " " else "")
-
-    return _OPTION.sub(argument, text)
+    return options_as_arguments(text, _ARGUMENTS, flags=("debug",))

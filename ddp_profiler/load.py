@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_profiler.analysis.comparability import Launch
-from ddp_profiler.analysis.detail import LevelDetail
+from ddp_profiler.analysis.detail import LevelDetail, LevelSteps
 from ddp_profiler.analysis.parts import Columns
 from ddp_profiler.analysis.rank_record import RankRecord, rank_record, without_kineto
 from ddp_profiler.analysis.results import Summary
-from ddp_profiler.analysis.summary import join, join_in_detail
+from ddp_profiler.analysis.summary import join, join_in_detail, join_in_full
 from ddp_profiler.errors import InputError
 from ddp_profiler.predict.findings import with_gains
 from ddp_profiler.predict.outlook import Outlook, look_ahead
-from ddp_profiler.predict.prediction import predictor_of
+from ddp_profiler.predict.prediction import Predictor, predictor_of
 from ddp_profiler.record import paths, reader
 from ddp_profiler.schema import RunInfo
 
@@ -32,6 +32,28 @@ class Loaded:
     summary: Summary
     details: tuple[LevelDetail, ...]
     outlook: Outlook
+
+
+@dataclass(frozen=True)
+class LoadedInFull:
+    """All that is known of a run.
+
+    Attributes:
+        info: The content of ``run.json``.
+        summary: The content of ``summary.json``.
+        details: A level's ranks against each other and a typical step, for each level with
+            instrumented steps.
+        steps: Every step of every level.
+        predictor: Predicts what was not measured; None where the run carries no prediction.
+        why_not: Why then.
+    """
+
+    info: RunInfo
+    summary: Summary
+    details: tuple[LevelDetail, ...]
+    steps: tuple[LevelSteps, ...]
+    predictor: Predictor | None
+    why_not: str
 
 
 def load_summary(folder: Path) -> Summary:
@@ -59,6 +81,26 @@ def load_report(folder: Path) -> Loaded:
     summary, details = join_in_detail(info, records, spans_of, incomplete)
     predictor, why_not = predictor_of(summary)
     return Loaded(with_gains(summary, predictor), details, look_ahead(predictor, why_not))
+
+
+def load_in_full(folder: Path) -> LoadedInFull:
+    """Reads a run folder and derives all that is known of it, single steps included.
+
+    A run that failed before its first step is read as well: it has no steps, and says why.
+
+    Raises:
+        InputError: The folder holds no readable run, or files of another run.
+    """
+    info = reader.read_run_info(folder)
+    failed_early = info.status == "failed" and not paths.rank_files(folder)
+    records, incomplete = ([], []) if failed_early else _read(folder)[1:]
+
+    def spans_of(rank: int) -> Columns:
+        return without_kineto(reader.read_rank(folder, rank).columns)
+
+    summary, details, steps = join_in_full(info, records, spans_of, incomplete)
+    predictor, why_not = predictor_of(summary)
+    return LoadedInFull(info, with_gains(summary, predictor), details, steps, predictor, why_not)
 
 
 def _read(folder: Path) -> tuple[RunInfo, list[RankRecord], list[int]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable, Mapping
 
 
 def name_ranks(numbers: Iterable[int]) -> str:
@@ -24,3 +25,29 @@ def name_ranks(numbers: Iterable[int]) -> str:
     more = sum(map(len, runs[8:]))
     text = ", ".join(shown) + (f" and {more} more" if more else "")
     return f"rank{'s' if len(given) > 1 else ''} {text}"
+
+
+def options_as_arguments(
+    text: str, arguments: Mapping[str, str], flags: Collection[str] = ()
+) -> str:
+    """Turns options of the command line into arguments of a function.
+
+    >>> options_as_arguments("--bucket-cap-mb 0 is below 1.", {"bucket-cap-mb": "bucket_cap_mb"})
+    'bucket_cap_mb=0 is below 1.'
+    >>> options_as_arguments("--debug shows it; torchrun --out A.", {"debug": "debug"}, ["debug"])
+    'debug=True shows it; torchrun --out A.'
+
+    Args:
+        text: What holds them.
+        arguments: The argument of each option, by the option's name without dashes. Others
+            stay, such as those of other programs.
+        flags: Options that take no value.
+    """
+    names = "|".join(map(re.escape, sorted(arguments)))
+
+    def argument(found: re.Match[str]) -> str:
+        if found[1] in flags:
+            return f"{arguments[found[1]]}=True"
+        return arguments[found[1]] + ("=" if found[0][-1] == " " else "")
+
+    return re.sub(rf"(?<![\w-])--({names})(?![\w-])(?: (?=[-\d.]))?", argument, text)

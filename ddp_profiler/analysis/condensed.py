@@ -10,6 +10,7 @@ or is read whole, which is why both give the same figures.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +124,40 @@ def _in_flight(spans: Columns, key: Ints, rows: Ints) -> tuple[Ints, Ints]:
         rows: Rows of the collectives.
     """
     busy, overlapped = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
+    found = clamped(spans, key, rows)
+    start = own_start(found.begin, found.end)
+    whole = np.maximum(found.end - start, 0)
+    part = np.clip(np.minimum(found.end, found.local_end) - start, 0, None)
+    busy[found.place] = whole
+    overlapped[found.place] = np.minimum(part, whole)
+    return busy, overlapped
+
+
+@dataclass(frozen=True)
+class Clamped:
+    """Collectives of recorded backward calls, sorted by begin, shape [collective] each.
+
+    Attributes:
+        place: Place among those that were asked for.
+        begin: Hand-over in ns, not after the end of the call.
+        end: Completion in ns, not after the end of the call; that end where it was not noticed.
+        local_end: End of local backward of the call in ns.
+    """
+
+    place: Ints
+    begin: Ints
+    end: Ints
+    local_end: Ints
+
+
+def clamped(spans: Columns, key: Ints, rows: Ints) -> Clamped:
+    """Puts gradient collectives into their backward calls; those without one are left out.
+
+    Args:
+        spans: The rank's spans of one level and variant, condensed or not.
+        key: Key of each span's micro-step.
+        rows: Rows of the collectives.
+    """
     known = steps_known(spans)
     calls = sync_calls(spans, key, known)
     lookup = Lookup(key[calls])
@@ -131,24 +166,19 @@ def _in_flight(spans: Columns, key: Ints, rows: Ints) -> tuple[Ints, Ints]:
     call, taken = call[inside], rows[inside]
     call_begin, call_end = spans["begin_ns"][calls], spans["end_ns"][calls]
     is_point = (spans["kind"] == SpanKind.LOCAL_BACKWARD_END) & known
+    last = spans["last_begin_ns" if is_condensed(spans) else "begin_ns"]
     local = local_end(
         call_begin,
         call_end,
         (lookup.find(key[is_point]), spans["begin_ns"][is_point]),
-        (call, spans["begin_ns"][taken]),
+        (call, last[taken]),
     )[call]
     latest = call_end[call]
     begin, end = spans["begin_ns"][taken], spans["end_ns"][taken]
     begin = np.minimum(begin, latest)
     end = np.clip(np.where(end == NULL, latest, end), begin, latest)
     order = np.argsort(begin, kind="stable")
-    begin, end, local = begin[order], end[order], local[order]
-    start = own_start(begin, end)
-    whole = np.maximum(end - start, 0)
-    part = np.clip(np.minimum(end, local) - start, 0, None)
-    busy[inside[order]] = whole
-    overlapped[inside[order]] = np.minimum(part, whole)
-    return busy, overlapped
+    return Clamped(inside[order], begin[order], end[order], local[order])
 
 
 def steps_known(spans: Columns) -> npt.NDArray[np.bool_]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_profiler.analysis.bucket_timeline import BucketTimeline
+from ddp_profiler.analysis.collectives import Collectives
 from ddp_profiler.analysis.heatmap import HeatMap
+from ddp_profiler.analysis.parts import Floats, Steps
 from ddp_profiler.analysis.placement import largest
 from ddp_profiler.analysis.results import LevelResult
 
@@ -28,6 +30,28 @@ class LevelDetail:
     heat_map: HeatMap | None
     timeline: BucketTimeline | None
     withheld: str | None = None
+
+
+@dataclass(frozen=True)
+class LevelSteps:
+    """Every step of a level that its figures are means of; one entry a rank in each tuple.
+
+    Attributes:
+        level: Its id.
+        plain: Steps without instrumentation; nothing but their length is known.
+        instrumented: Steps with all marks.
+        warmup: Steps before steady state, which no figure holds.
+        breakdowns: All parts of the instrumented steps in ms, [step] each; NaN where a part
+            cannot be told.
+        collectives: Gradient collectives of the instrumented steps.
+    """
+
+    level: str
+    plain: tuple[Steps, ...]
+    instrumented: tuple[Steps, ...]
+    warmup: tuple[Steps, ...]
+    breakdowns: tuple[Mapping[str, Floats], ...]
+    collectives: tuple[Collectives, ...]
 
 
 def levels_in_detail(levels: Sequence[LevelResult]) -> tuple[str, ...]:

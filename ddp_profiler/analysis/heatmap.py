@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddp_profiler.analysis.parts import Floats, Steps
+from ddp_profiler.analysis.parts import Floats, Ints, Steps
 
 MOST_ROWS = 32
 MOST_COLUMNS = 120
@@ -74,6 +74,11 @@ class HeatMap:
     step_ms: float
     ranks: tuple[RankExcess, ...]
 
+    @property
+    def column_begins(self) -> tuple[int, ...]:
+        """The first step of each column."""
+        return tuple(_column_begins(self.steps, len(self.excess_ms[0])).tolist())
+
 
 def own_work_ms(breakdown: Mapping[str, Floats]) -> Floats:
     """Returns what a rank does by itself in each step, in ms, shape [step].
@@ -124,10 +129,15 @@ def _by_columns(excess: Floats) -> tuple[Floats, int]:
     steps = excess.shape[1]
     each = -(-steps // MOST_COLUMNS)
     columns = -(-steps // each)
-    begins = np.arange(columns) * steps // columns
+    begins = _column_begins(steps, columns)
     sums = np.add.reduceat(excess, begins, axis=1)
     means: Floats = sums / np.diff(np.append(begins, steps))
     return means, each
+
+
+def _column_begins(steps: int, columns: int) -> Ints:
+    begins: Ints = np.arange(columns) * steps // columns
+    return begins
 
 
 def _rows(ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -19,6 +19,11 @@ def step_keys(repetition: Ints, step: Ints) -> Ints:
     return (repetition << 32) | step
 
 
+def step_numbers(keys: Ints) -> Ints:
+    """Returns the number of each step in its repetition, as it was recorded; shape as given."""
+    return keys & 0xFFFFFFFF
+
+
 def call_keys(step_key: Ints, micro_step: Ints) -> Ints:
     """Returns the keys of micro-steps: (repetition, step, micro-step) packed, shape as given."""
     return (step_key << 14) | (micro_step + 1)

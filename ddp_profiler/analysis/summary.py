@@ -14,8 +14,9 @@ from ddp_profiler import units
 from ddp_profiler.analysis import allreduce, model, statistics
 from ddp_profiler.analysis.bucket_timeline import bucket_timeline
 from ddp_profiler.analysis.clocks import ClockOffset, CommonClock, offsets
+from ddp_profiler.analysis.collectives import derive_collectives
 from ddp_profiler.analysis.confirmation import confirmed
-from ddp_profiler.analysis.detail import LevelDetail, levels_in_detail
+from ddp_profiler.analysis.detail import LevelDetail, LevelSteps, levels_in_detail
 from ddp_profiler.analysis.feeding import Feeding, observe
 from ddp_profiler.analysis.findings import find
 from ddp_profiler.analysis.gradient_scale import scale_notes
@@ -120,6 +121,37 @@ def join_in_detail(
     summary = _summary(info, records, incomplete, measured)
     by_id = {m.level.id: m for m in measured}
     return summary, tuple(_detail(by_id[id], spans_of) for id in levels_in_detail(summary.levels))
+
+
+def join_in_full(
+    info: RunInfo,
+    records: Sequence[RankRecord],
+    spans_of: Callable[[int], Columns],
+    incomplete: Sequence[int] = (),
+) -> tuple[Summary, tuple[LevelDetail, ...], tuple[LevelSteps, ...]]:
+    """Joins to the summary, and to the single steps of every level; arguments as there.
+
+    Details are those of levels with instrumented steps; the spans of all ranks are asked for.
+    """
+    measured = _all_measured(info, records)
+    summary = _summary(info, records, incomplete, measured)
+    details = tuple(_detail(m, spans_of) for m in measured if m.instrumented)
+    by_rank = {record.rank: spans_of(record.rank) for record in records}
+    return summary, details, tuple(_steps(m, by_rank) for m in measured)
+
+
+def _steps(measured: _Measured, by_rank: Mapping[int, Columns]) -> LevelSteps:
+    return LevelSteps(
+        level=measured.level.id,
+        plain=measured.plain,
+        instrumented=measured.instrumented,
+        warmup=measured.warmup,
+        breakdowns=measured.breakdowns,
+        collectives=tuple(
+            derive_collectives(by_rank[steps.rank], measured.index, Variant.INSTRUMENTED, steps.key)
+            for steps in measured.instrumented
+        ),
+    )
 
 
 def _all_measured(info: RunInfo, records: Sequence[RankRecord]) -> list[_Measured]:

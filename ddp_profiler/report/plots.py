@@ -630,8 +630,19 @@ def _known(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+class Picture(Figure):
+    """A figure that a notebook shows by itself, with or without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        """Returns the picture as IPython asks for it."""
+        file = io.BytesIO()
+        # Without the version of matplotlib: equal pictures are equal files.
+        self.savefig(file, format="png", metadata={"Software": None})
+        return file.getvalue()
+
+
 def _figure(width: float, height: float) -> Figure:
-    return Figure(figsize=(width, height), layout="constrained")
+    return Picture(figsize=(width, height), layout="constrained")
 
 
 def _title(figure: Figure, text: str) -> None:

@@ -77,8 +77,8 @@ SLOW = frozenset(
         "--confirm",
         "--find-micro-batch",
     )
-)
-"""Of README's launches those that take more than 20 s on a quiet machine with 2 cores."""
+) | frozenset(ON_TWO_NODES)
+"""Of README's and the quickstart's launches those that take more than 20 s on 2 cores."""
 
 ALL = os.environ.get("DDP_PROFILER_ALL_COMMANDS") == "1"
 ALWAYS = re.compile(r"README.*\.md|docs/quickstart\.md")
