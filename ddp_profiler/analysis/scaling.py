@@ -53,6 +53,9 @@ def pop(
         inputs.append(data)
     wall, data = float(np.mean(walls)), float(np.mean(inputs))
     alone = single.useful_ms(accumulation)
+    if min(max(useful), float(np.mean(useful)), wall - data, wall) <= 0:
+        # Of a record whose parts are longer than their steps.
+        return None
     return Pop(
         load_balance=float(np.mean(useful)) / max(useful),
         communication_efficiency=max(useful) / (wall - data),

@@ -82,7 +82,8 @@ class Evidence:
     def ranks_per_node(self) -> int:
         """Ranks on a node in the launch, the most."""
         found = [e.get("local_world_size") for e in self.summary.run.environment.values()]
-        return max([n for n in found if isinstance(n, int)], default=self.summary.run.world_size)
+        known = [n for n in found if isinstance(n, int) and n > 0]
+        return max(known, default=self.summary.run.world_size)
 
     @property
     def together(self) -> tuple[LevelResult, ...]:

@@ -465,6 +465,8 @@ def _fitting_shifts(one: Calls, other: Calls) -> list[int]:
     found = []
     for shift in sorted(range(low, high + 1), key=abs):
         begin, end = max(0, -shift), min(n, m - shift)
+        if end <= begin:
+            continue
         # A few first: most shifts fail at once.
         for last in (min(end, begin + _SAMPLED), end):
             first, second = slice(begin, last), slice(begin + shift, last + shift)

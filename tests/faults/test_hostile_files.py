@@ -47,6 +47,26 @@ def test_generated_inputs():
     assert not found["failures"], "\n".join(map(str, found["failures"]))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "page:101604",
+        "spans:103605",
+        "traces:103840",
+        "spans:13365",
+        "compare:2759",
+        "captured:4983",
+        "odd files:1666",
+    ],
+)
+def test_inputs_that_once_got_through(seeds, name):
+    target, _, number = name.partition(":")
+    tally = hostile.Tally()
+    hostile.try_input(target, int(number), seeds, tally)
+    assert tally.inputs == {target: 1}
+    assert not tally.failures
+
+
 def test_the_judge_finds_what_must_not_come_out():
     judge = hostile.judge
     assert not judge(["analyze"], 0, "fine\n", "")
