@@ -52,6 +52,8 @@ _NUMBERS = (
     2**63, 2**64, 10**30, 0.0, -0.0, 0.5, -1.5, 1e-320, 1e18, 1e308, -1e308, float("nan"),
     float("inf"), float("-inf"),
 )  # fmt: skip
+_MOST_PLACES = 5000
+"""Lists are no longer repeated in a value that has grown to so many: it would grow for ever."""
 _SMALL = (-1, 0, 1, 99, 2**31 - 1, -(2**31), 32767)
 _ODD_BYTES = (b"\0" * 9, b"\xff" * 9, b"\xff\xfe", b"\x1b[2J", b"\xed\xa0\x80")
 _ODD_TEXT = (b"[" * 5000, b'{"a":' * 5000, b'"', b",", b"9" * 400, b"e999")
@@ -114,7 +116,7 @@ def mutate_json(draw, value):
             holder[key] = json_value(draw)
         elif how == 6:
             del holder[key]
-        elif how == 7 and isinstance(old, list) and old:
+        elif how == 7 and isinstance(old, list) and old and len(found) < _MOST_PLACES:
             holder[key] = draw.choice((old * 2, old[::-1], old[:-1], [old[0]] * 300))
         elif how == 8 and isinstance(holder, dict):
             holder[draw.choice((*_TEXTS, key + "_"))] = holder.pop(key)
