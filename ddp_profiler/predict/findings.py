@@ -44,7 +44,7 @@ def _finding(proposal: Proposal) -> Finding:
         message=f"{proposal.level}: {proposal.text}: predicted to save "
         f"{units.ms(proposal.gain_ms)} ms a step ({proposal.gain_pct:.0f} %).{caveat}",
         evidence=f"replayed {units.ms(proposal.before_ms)} ms now and "
-        f"{units.ms(proposal.after_ms)} ms then; 90 % of what it may be: {units.ms(low)} to "
+        f"{units.ms(proposal.after_ms)} ms then; 90 % interval of the saving: {units.ms(low)} to "
         f"{units.ms(high)} ms",
         expected_gain_ms=proposal.gain_ms,
         expected_gain_pct=proposal.gain_pct,
