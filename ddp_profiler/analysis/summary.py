@@ -162,6 +162,8 @@ def _summary(
     notes += _missing_notes(info, missing)
     if incomplete:
         notes.append(f"The record of {units.ranks(incomplete)} was cut: the run did not end.")
+    # What is said first is what came first: the failure, before the records that it left out.
+    reason = notes[0] if partial and notes else None
     clocks = offsets(info)
     notes += _clock_notes(clocks)
     notes += _contention_notes(info)
@@ -180,6 +182,7 @@ def _summary(
             statistics_unit=_statistics_unit(levels),
             clocks=clocks,
             hardware=describe_hardware(info.facts),
+            partial_reason=reason,
         ),
         levels=levels,
         findings=find(levels),
