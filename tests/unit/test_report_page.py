@@ -282,6 +282,9 @@ def test_a_run_that_failed_says_why_before_its_figures():
     assert loaded.summary.run.partial_reason == told
     assert told in page_of(loaded).text[""]
     assert script().summary.run.partial_reason is None
+    long = page_of(script(status="failed", failures=(replace(failure, message="x" * 4000),)))
+    assert "x" * 400 not in long.text[""]
+    assert "x" * 4000 in long.text["notes"]
 
 
 def test_allreduces_faster_than_their_bound_are_not_passed_over():

@@ -25,6 +25,8 @@ _MOST_LEVELS = 40
 """Levels that charts show; tables have them all."""
 _MOST_FINDINGS = 60
 _MOST_NODES = 4
+_MOST_OF_WHY = 300
+"""Characters on top of the page of why a run is partial."""
 
 _TERMS = {
     "bare": "bare model at dp 1",
@@ -188,7 +190,9 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "status", f"{run.status}{', record partial' if run.partial else ''}"
     if run.partial_reason:
         # Beside the figures, and not only in the notes at the end: a reader has to know it first.
-        yield "why", run.partial_reason
+        # Some errors are pages long; the notes have them whole.
+        why = run.partial_reason
+        yield "why", why if len(why) <= _MOST_OF_WHY else f"{why[:_MOST_OF_WHY]}..."
 
 
 def _plural(count: int, noun: str) -> str:
