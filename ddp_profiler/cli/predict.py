@@ -12,12 +12,7 @@ from ddp_profiler.cli import ascii_json, write_out
 
 @click.command("predict")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option(
-    "--dp",
-    required=True,
-    metavar="N[,N...]",
-    help="Numbers of replicas to predict, such as 8,16,64.",
-)
+@click.option("--dp", required=True, help="Numbers of replicas to predict, such as 8,16,64.")
 @click.option(
     "--bandwidth-gbps",
     type=float,

@@ -20,7 +20,6 @@ from ddp_profiler.config import parse_numbers
 @click.option(
     "--dp",
     required=True,
-    metavar="N[,N...]",
     callback=lambda _, __, text: parse_numbers("--dp", text),
     help="Data-parallel sizes to launch, such as 1,2,4.",
 )

@@ -125,7 +125,6 @@ _defaults = StudyConfig()
 @click.option(
     "--dp",
     default="all",
-    metavar="all|N[,N...]",
     callback=_numbers,
     show_default=True,
     help="Data-parallel sizes to measure, such as 1,2,8; all: powers of two and the world size.",
@@ -141,7 +140,6 @@ _defaults = StudyConfig()
 )
 @click.option(
     "--accumulate",
-    metavar="N[,N...]",
     callback=_numbers,
     help="Micro-steps in an optimizer step; several values, as in 1,4, are several levels. "
     "Default: 1, or what --global-batch and --micro-batch ask for.",
