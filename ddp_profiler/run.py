@@ -524,7 +524,7 @@ class _Worker:
             via = f" via {route}"
         return (
             f"{workload.name}, {size:,} parameters, {device.backend} on {device.device.type}{via}, "
-            f"{device.threads} threads a rank; levels: {levels}"
+            f"{device.threads} thread{'' if device.threads == 1 else 's'} a rank; levels: {levels}"
         )
 
     def _sibling_ended(self, end: SiblingEnd) -> None:

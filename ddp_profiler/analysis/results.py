@@ -234,7 +234,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What the numbers belong to. ``hardware`` is None where it was not measured (scripts)."""
+    """What the numbers belong to.
+
+    ``hardware`` is None where it was not measured (scripts); ``partial_reason`` says why the run
+    is partial, None where it is whole or where no reason was recorded.
+    """
 
     run_id: str
     status: str
@@ -248,6 +252,7 @@ class RunResult:
     statistics_unit: str
     clocks: tuple[ClockOffset, ...] = ()
     hardware: Hardware | None = None
+    partial_reason: str | None = None
 
 
 @dataclass(frozen=True)

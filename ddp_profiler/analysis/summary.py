@@ -195,6 +195,8 @@ def _summary(
     notes += _missing_notes(info, missing)
     if incomplete:
         notes.append(f"The record of {units.ranks(incomplete)} was cut: the run did not end.")
+    # What is said first is what came first: the failure, before the records that it left out.
+    reason = notes[0] if partial and notes else None
     notes += contradictions({record.rank: record.soundness for record in records})
     clocks = offsets(info)
     notes += _clock_notes(clocks)
@@ -214,6 +216,7 @@ def _summary(
             statistics_unit=_statistics_unit(levels),
             clocks=clocks,
             hardware=describe_hardware(info.facts),
+            partial_reason=reason,
         ),
         levels=levels,
         findings=find(levels),

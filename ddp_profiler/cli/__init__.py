@@ -204,4 +204,7 @@ def parse_click(
     except click.exceptions.Abort:
         raise KeyboardInterrupt from None
     except click.ClickException as error:
-        raise UsageError(error.format_message(), f"See {name} --help.") from None
+        # The command that was called, where there is one: its options are in its own help.
+        context = getattr(error, "ctx", None)
+        called = context.command_path if context is not None else name
+        raise UsageError(error.format_message(), f"See {called} --help.") from None

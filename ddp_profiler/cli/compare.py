@@ -13,6 +13,7 @@ from ddp_profiler.cli import ascii_json, write_out
 from ddp_profiler.errors import CheckFailed, InputError, UsageError
 
 _SIDES = ("--base", "--new")
+_OBSTACLES_SHOWN = 3
 _REMEDY = "Give ddp-profiler compare BASE NEW, or --base RUN... --new RUN..."
 
 
@@ -143,10 +144,17 @@ def command(
             f"BASE, {one.new} in NEW."
             for one in common.differ(Kind.MACHINE)
         ]
+        # A launch on both sides pulls them together: a check would hold for no good reason.
+        both = {one.summary.run.run_id for one in base} & {one.summary.run.run_id for one in new}
+        if both:
+            obstacles.append(
+                f"--fail-above judges a change, and the run {min(both)} is on both sides."
+            )
     if obstacles and not anyway:
-        more = f" (and {len(obstacles) - 1} more)" if len(obstacles) > 1 else ""
+        left = len(obstacles) - _OBSTACLES_SHOWN
+        more = f" (and {left} more)" if left > 0 else ""
         raise UsageError(
-            f"BASE and NEW cannot be compared: {obstacles[0]}{more}",
+            f"BASE and NEW cannot be compared: {' '.join(obstacles[:_OBSTACLES_SHOWN])}{more}",
             "Measure both alike, or add --anyway to see the figures all the same.",
         )
     if not common.pairs:

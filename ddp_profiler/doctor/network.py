@@ -411,7 +411,7 @@ def judge_ports(facts: PortFacts) -> list[Verdict]:
     if facts.inside_job:
         verdicts = [not_applicable("port", "Ports: this runs inside a job, which listens itself.")]
     elif facts.default_free:
-        verdicts = [ok("port", f"Port {DEFAULT_PORT} is free; so is {facts.free or 'no other'}.")]
+        verdicts = [ok("port", f"Port {DEFAULT_PORT} is free.")]
     else:
         verdicts = [
             warning(

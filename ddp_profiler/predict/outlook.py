@@ -43,7 +43,7 @@ def look_ahead(predictor: Predictor | None, why_not: str) -> Outlook:
         found = tuple(predictor.predict(Request(largest * 2**k)) for k in range(1, _DOUBLINGS + 1))
         tests = predictor.back_test()
     except DdpProfilerError as error:
-        return Outlook((), (), None, error.message)
+        return Outlook((), (), None, f"{error.message} {error.remedy}".rstrip())
     rates = []
     for one in found:
         low, high = one.step_ms.interval90

@@ -248,7 +248,8 @@ class Predictor:
                 raise UsageError(
                     f"dp {target.dp} needs {target.nodes} nodes of {target.per_node} ranks, and "
                     "this run shows nothing of the network between nodes.",
-                    "Give its rate with --bandwidth-gbps, or more --ranks-per-node.",
+                    "Give ddp-profiler predict its rate with --bandwidth-gbps, or more "
+                    "--ranks-per-node.",
                 )
             curve = Curve(
                 "ring",

@@ -21,6 +21,9 @@ from ddp_profiler.analysis.two_samples import Interval
 from ddp_profiler.report.text import table_of, text_console
 
 _NAMES_SHOWN = 3
+_MOST_OF_A_VALUE = 120
+_AROUND = 20
+"""Characters around the difference of two values that are too long to be shown whole."""
 _ENOUGH = 5
 """Launches a side that know their own spread about well."""
 _WORDS = {NO_DIFFERENCE: "", CANNOT_TELL: "?"}
@@ -83,7 +86,32 @@ def _differences(common: Comparability) -> Iterator[str]:
 
 
 def _list(differences: Sequence[Difference]) -> str:
-    return "; ".join(f"{one.name} {one.base} -> {one.new}" for one in differences)
+    told = ((one.name, *_shortened(one.base, one.new)) for one in differences)
+    return "; ".join(f"{name} {base} -> {new}" for name, base, new in told)
+
+
+def _shortened(base: str, new: str) -> tuple[str, str]:
+    """Returns two long values cut to where they differ, such as arguments of a script."""
+    if max(len(base), len(new)) <= _MOST_OF_A_VALUE:
+        return base, new
+    head = _alike(base, new)
+    tail = _alike(base[head:][::-1], new[head:][::-1])
+    begin, left_out = max(0, head - _AROUND), max(0, tail - _AROUND)
+
+    def cut(value: str) -> str:
+        middle = value[begin : len(value) - left_out]
+        after = bool(left_out)
+        if len(middle) > _MOST_OF_A_VALUE:
+            middle, after = middle[:_MOST_OF_A_VALUE], True
+        return f"{'...' if begin else ''}{middle}{'...' if after else ''}"
+
+    return cut(base), cut(new)
+
+
+def _alike(one: str, other: str) -> int:
+    """Returns how many characters two texts begin with in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _names(folders: Sequence[str]) -> str:
@@ -100,8 +128,8 @@ def _verdict(level: LevelComparison, *, mixed: bool) -> Iterator[str]:
     size = f"{_signed_pct(step.change_pct)}{_pct_interval(step)}"
     if level.verdict == CANNOT_TELL:
         yield (
-            f"{level.level}: cannot tell: {moved} ({_signed_pct(step.change_pct)}), and launches "
-            "of the same code may differ by as much"
+            f"{level.level}: cannot tell: {moved} ({_signed_pct(step.change_pct)}); one launch a "
+            "side does not show by how much launches of the same code differ"
         )
     elif level.verdict == NO_DIFFERENCE:
         yield f"{level.level}: no measurable difference: {moved}, {size}"

@@ -80,13 +80,14 @@ def _heading(summary: Summary) -> list[str]:
         )
     settings = run.settings
     device = next(iter(run.environment.values()), {})
+    threads = device.get("threads_per_rank", "?")
     first = (
         f"{settings.get('model', '?')} on {run.world_size} rank"
         f"{'s' if run.world_size > 1 else ''}, {device.get('backend', '?')}, "
         f"{device.get('device_type', '?')}, "
         # A script's own precision is not known.
         + ("" if "script" in settings else f"{settings.get('precision', '?')}, ")
-        + f"{device.get('threads_per_rank', '?')} threads a rank{state}"
+        + f"{threads} thread{'' if threads == 1 else 's'} a rank{state}"
     )
     return [first]
 

@@ -70,7 +70,8 @@ def test_output_fits_80_columns_and_has_no_escapes(four_ranks):
     assert [name for name in about.split() if not page.tables[name]] == []
     # More ranks than a node has cross a network of which this run shows nothing.
     assert page.tables["prediction"] == []
-    assert "nothing of the network between nodes" in report.read_text()
+    assert "nothing of the network between nodes" in page.text["prediction"]
+    assert "more --ranks-per-node" in page.text["prediction"]
 
 
 def test_a_run_folder_can_be_compared(four_ranks):

@@ -184,6 +184,7 @@ def hostile():
         environment={"0": {"backend": HOSTILE, "device_type": HOSTILE, HOSTILE: HOSTILE}},
         statistics_unit=HOSTILE,
         hardware=replace(summary.run.hardware, name=HOSTILE, data_sheet_reason=HOSTILE),
+        partial_reason=HOSTILE,
     )
     findings = (Finding(HOSTILE, "error", HOSTILE, HOSTILE, 1.0, 1.0),)
     details = tuple(

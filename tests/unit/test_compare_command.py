@@ -249,6 +249,31 @@ def test_what_differs_is_said_first(runs, capfd, environment, settings, first):
     assert out.startswith(first)
 
 
+def test_long_values_are_cut_to_where_they_differ(runs, capfd):
+    long = ["--name=" + "x" * 400, "--lr=1e-3", "--data=" + "y" * 400]
+    base = runs.add("a", made(), arguments=long)
+    new = runs.add("b", made(), arguments=[long[0], "--lr=2e-3", long[2]])
+    _, out, _ = call(capfd, base, new)
+    told = " ".join(out.split("BASE a")[0].split())
+    assert "--lr=1e-3" in told
+    assert "--lr=2e-3" in told
+    assert len(told) < 250
+
+
+def test_a_run_on_both_sides_is_no_check(runs, capfd):
+    base, _ = runs.sides()
+    code, out, err = call(capfd, base, base, "--fail-above", "5")
+    assert (code, out) == (2, "")
+    assert "is on both sides" in err
+    assert call(capfd, base, base)[0] == 0
+
+
+def test_wrong_usage_names_the_commands_own_help(capfd):
+    code, _, err = call(capfd, "a", "b", "--fail-above", "x")
+    assert code == 2
+    assert err.endswith("See ddp-profiler compare --help.\n")
+
+
 def test_the_machine_is_said_before_versions_and_settings(runs, capfd):
     base, new = runs.sides(
         environment={"cpu": "EPYC", "torch": "2.14.1"}, precision="bf16", new_factor=1.2

@@ -108,7 +108,7 @@ def width(line: str) -> int:
 
 def test_figures():
     text = console.render(make_summary(make_level()))
-    assert text.splitlines()[0] == "gpt-tiny on 2 ranks, gloo, cpu, fp32, 1 threads a rank"
+    assert text.splitlines()[0] == "gpt-tiny on 2 ranks, gloo, cpu, fp32, 1 thread a rank"
     expected = {
         "ms a step": ["dp2"],
         "global batch (samples)": ["16", "ok"],

@@ -17,6 +17,7 @@ from ddp_profiler.record.writer import SpanWriter, write_run_info
 from ddp_profiler.report.page import charts
 from ddp_profiler.report.page.markup import Scale, element, thinned
 from ddp_profiler.report.page.render import render
+from ddp_profiler.schema import Failure
 from tests.unit.page_reader import Page
 from tests.unit.report_runs import (
     HOSTILE,
@@ -272,6 +273,33 @@ def test_nothing_measured():
     assert "The record is partial: no step was measured" in page.text[""]
     assert "None." in page.text["findings"]
     assert "No instrumented step" in page.text["split"]
+
+
+def test_a_run_that_failed_says_why_before_its_figures():
+    failure = Failure(1, "training", "RuntimeError: no more memory", "host")
+    loaded = script(status="failed", failures=(failure,))
+    told = "Rank 1 failed in training: RuntimeError: no more memory"
+    assert loaded.summary.run.partial_reason == told
+    assert told in page_of(loaded).text[""]
+    assert script().summary.run.partial_reason is None
+    long = page_of(script(status="failed", failures=(replace(failure, message="x" * 4000),)))
+    assert "x" * 400 not in long.text[""]
+    assert "x" * 4000 in long.text["notes"]
+
+
+def test_allreduces_faster_than_their_bound_are_not_passed_over():
+    loaded = study((1, 2))
+    assert "faster than the ring bound" not in page_of(loaded).text["allreduce"]
+    levels = list(loaded.summary.levels)
+    measured = levels[-1].allreduce
+    first = replace(measured.sizes[0], ring_bound_ms=2 * measured.sizes[0].time_ms)
+    levels[-1] = replace(
+        levels[-1], allreduce=replace(measured, sizes=(first, *measured.sizes[1:]))
+    )
+    beaten = replace(loaded, summary=replace(loaded.summary, levels=tuple(levels)))
+    assert (
+        "dp 2: some AllReduces were faster than the ring bound" in page_of(beaten).text["allreduce"]
+    )
 
 
 def test_verdict():

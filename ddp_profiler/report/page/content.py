@@ -25,6 +25,8 @@ _MOST_LEVELS = 40
 """Levels that charts show; tables have them all."""
 _MOST_FINDINGS = 60
 _MOST_NODES = 4
+_MOST_OF_WHY = 300
+"""Characters on top of the page of why a run is partial."""
 
 _TERMS = {
     "bare": "bare model at dp 1",
@@ -186,6 +188,11 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "precision", str(run.settings["precision"])
     yield "levels", _plural(len(summary.levels), "level")
     yield "status", f"{run.status}{', record partial' if run.partial else ''}"
+    if run.partial_reason:
+        # Beside the figures, and not only in the notes at the end: a reader has to know it first.
+        # Some errors are pages long; the notes have them whole.
+        why = run.partial_reason
+        yield "why", why if len(why) <= _MOST_OF_WHY else f"{why[:_MOST_OF_WHY]}..."
 
 
 def _plural(count: int, noun: str) -> str:
@@ -532,10 +539,24 @@ def _allreduce(summary: Summary) -> Section:
         )
         if result.link is not None and result.buckets_ring_bound_ms is not None:
             told += (
-                f"; the ring bound of {result.link.name} ({result.link.gbit_per_s:.3g} Gbit/s, "
+                f"; the ring bound {_of(result.link.name)} ({result.link.gbit_per_s:.3g} Gbit/s, "
                 f"{result.link.source}) is {units.ms(result.buckets_ring_bound_ms)} ms"
             )
         notes.append(f"{told}.")
+    faster = [
+        name
+        for name, result in found.items()
+        if any(
+            size.ring_bound_ms is not None and size.time_ms < size.ring_bound_ms
+            for size in (*result.sizes, *result.buckets)
+        )
+    ]
+    if faster:
+        notes.append(
+            f"{', '.join(faster)}: some AllReduces were faster than the ring bound. It follows "
+            "from the link's rate, which was measured at another moment, or given: read it as a "
+            "rough one here."
+        )
     if any(result.link is None for result in found.values()):
         notes.append("Where no link is named, its rate is not known, and there is no bound.")
     table = Table(
@@ -558,6 +579,10 @@ def _allreduce(summary: Summary) -> Section:
         (Figure("Bus bandwidth by message size", chart, table),),
         notes=tuple(notes),
     )
+
+
+def _of(link: str) -> str:
+    return link if link.startswith("within") else f"of {link}"
 
 
 def _yes(value: bool | None) -> str:
@@ -729,8 +754,13 @@ def _hardware(summary: Summary) -> Section:
     hardware = summary.run.hardware
     roofs = [(lv.id, lv.roofline) for lv in summary.levels if lv.roofline]
     if hardware is None and not roofs:
+        script = "script" in summary.run.settings
         return Section(
-            id, title, why_not="The device was not measured; a study does that, a script's run not."
+            id,
+            title,
+            why_not="The device was not measured; a study does that, a script's run not."
+            if script
+            else "The device was not measured: the run ended before.",
         )
     tables = []
     if hardware is not None:
