@@ -7,6 +7,7 @@ README's and the quickstart's run each time, all others with DDP_PROFILER_ALL_CO
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 
@@ -54,7 +55,6 @@ VERDICTS = (r"ddp-profiler doctor\b.*", r"ddp-profiler compare .*--fail-above .*
 """What may also end with 1, by what it finds on the machine that it runs on."""
 
 ON_TWO_NODES = {
-    # Where only node 0's command is printed, the text says how node 1's differs.
     "NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 launch/multi_node_static.sh --out runs/NAME": (
         "NODE_RANK=0",
         "NODE_RANK=1",
@@ -67,7 +67,7 @@ ON_TWO_NODES = {
     "torchrun --nnodes=2 --nproc-per-node=4 --node-rank=0 --master-addr=node0 "
     "--master-port=29500 -m ddp_profiler.run --out runs/NAME": ("--node-rank=0", "--node-rank=1"),
 }
-"""Commands for a node of two, which run in the lab; and what differs on the other one."""
+"""Commands for one node of two, which run in the lab; and what differs on the other one."""
 
 SLOW = frozenset(
     f"{STUDY} {options}"
@@ -76,6 +76,8 @@ SLOW = frozenset(
         "--global-batch 32 --micro-batch 4",
         "--confirm",
         "--find-micro-batch",
+        "--model mlp:width=512 --accumulate 1,4",
+        "--data README.md --precision bf16",
     )
 ) | frozenset(ON_TWO_NODES)
 """Of README's and the quickstart's launches those that take more than 20 s on 2 cores."""
@@ -146,14 +148,13 @@ def require(tool):
 def on_two_nodes(command):
     """Returns the command of the lab that gives a command to one node, and its like to another."""
     here, there = ON_TWO_NODES[command.key]
-    other = command.text.replace(here, there)
-    given = f"case $NODE_RANK in 0) {command.text} ;; *) {other} ;; esac"
+    nodes = [command.text, command.text.replace(here, there)]
     if here.endswith("=1"):
-        given = f"case $NODE_RANK in 1) {command.text} ;; *) {other} ;; esac"
-    quoted = given.replace("'", "'\\''")
-    return printed.Command(
-        f"launch/lab --nodes 2 --timeout 160 --exec '{quoted}'", command.file, command.line
-    )
+        nodes.reverse()
+    # A comment at the end of a command ends with its line.
+    given = shlex.quote(f"case $NODE_RANK in\n0) {nodes[0]}\n;;\n*) {nodes[1]}\n;;\nesac")
+    text = f"launch/lab --nodes 2 --timeout 160 --exec {given}"
+    return printed.Command(text, command.file, command.line)
 
 
 def documents_in(text):
