@@ -207,7 +207,7 @@ class Aftermath:
         self._begin_to_end()
         if self._closed:
             if end is not None and end.signal:
-                self.tell_late(end)
+                self.tell_late(end.pid, end.words)
                 self._leave(EXIT_BAD_INPUT)
             self._say(f"told to end ({number.name}) in {self._phase.at}; all is measured and kept.")
             self._clean(os.getpid())
@@ -234,14 +234,14 @@ class Aftermath:
         self._clean(os.getpid())
         end_by(number)
 
-    def tell_late(self, end: SiblingEnd) -> None:
-        """Tells that rank 0 has died over its report; all was measured and written before."""
+    def tell_late(self, pid: int, words: str) -> None:
+        """Tells that rank 0 was lost over its report; all was measured and written before."""
         with self._lock:
             first, self._told_late = not self._told_late, True
         if first:
-            self._clean(end.pid)
+            self._clean(pid)
             self._say(
-                f"rank {end.rank} {end.words} in writing the report. All is measured and kept; "
+                f"rank 0 {words} in writing the report. All is measured and kept; "
                 "ddp-profiler report writes it again."
             )
 

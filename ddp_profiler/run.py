@@ -49,8 +49,8 @@ from ddp_profiler.schema import (
 
 NAME = "ddp_profiler.run"
 
-_REPORT_S = 300.0
-"""So long another rank stays while rank 0 writes its report."""
+_LEAST_REPORT_S = 60.0
+"""So long at least rank 0 may take over its report, whatever --timeout is."""
 _TIMED_OUT = (
     "A rank has died or hangs, or a link is down; --timeout S waits longer. What was measured "
     "before is kept."
@@ -278,12 +278,18 @@ class _Worker:
     def _outlast(self, aftermath: Any) -> int:
         """Stays on rank 0's node until that has written its report, to tell if it dies over it.
 
-        The launcher waits for it as well; here one rank does, asleep.
+        The launcher waits for it as well, without end; here one rank does, asleep.
         """
         if self._siblings.is_lowest_left(above=1):
-            end = self._siblings.await_end(0, _REPORT_S)
+            limit_s = max(self.config.timeout_s, _LEAST_REPORT_S)
+            end = self._siblings.await_end(0, limit_s)
             if end is not None and end.signal:
-                aftermath.tell_late(end)
+                aftermath.tell_late(end.pid, end.words)
+                return EXIT_BAD_INPUT
+            pid = self._siblings.running(0)
+            if end is None and pid is not None:
+                # The launcher ends it when this rank fails.
+                aftermath.tell_late(pid, f"hangs: it did not end within {limit_s:g} s")
                 return EXIT_BAD_INPUT
         return EXIT_DONE
 

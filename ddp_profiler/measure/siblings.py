@@ -160,6 +160,11 @@ class Siblings(threading.Thread):
                 self._changed.wait(left)
             return self._ends.get(rank)
 
+    def running(self, rank: int) -> int | None:
+        """Returns the process of a rank of this node that has not ended; None if there is none."""
+        with self._changed:
+            return None if rank in self._ends else self._pids.get(rank)
+
     def run(self) -> None:
         """Watches until the process ends."""
         poll = select.poll()
