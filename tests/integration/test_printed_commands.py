@@ -21,6 +21,7 @@ NETWORK = "installs from the network"
 SUITE = "runs these tests, or part of them"
 LONG = "takes many minutes on a quiet machine; its arithmetic has tests of its own"
 CLUSTER = "needs a cluster"
+GPU = "needs a GPU, or minutes to rehearse without one; its arithmetic has tests of its own"
 
 BY_HAND = {
     r"make run": NETWORK,
@@ -28,7 +29,11 @@ BY_HAND = {
     r"make docs(-links)?": NETWORK,
     r"pip install .*": NETWORK,
     r"(DDP_PROFILER_\w+=1 )?pytest .*": SUITE,
-    r"python benchmarks/(accuracy|compare|overhead|scripts|worker_costs)\.py.*": LONG,
+    r"python benchmarks/(accuracy|compare|hostile|overhead|scripts|soak|worker_costs)\.py.*": LONG,
+    r"benchmarks/soak\.py --long": LONG,
+    r"make notebooks": LONG,
+    r"torchrun .* --nccl .*": GPU,
+    r"(benchmarks/gpu_check\.sh|python benchmarks/gpu_check\.py).*": GPU,
     r"python benchmarks/trace_speed\.py .*": NETWORK,
     r"srun .* ddp-profiler doctor .*": CLUSTER,
     r"sbatch launch/slurm\.sbatch .*": CLUSTER,
@@ -76,8 +81,6 @@ SLOW = frozenset(
         "--global-batch 32 --micro-batch 4",
         "--confirm",
         "--find-micro-batch",
-        "--model mlp:width=512 --accumulate 1,4",
-        "--data README.md --precision bf16",
     )
 ) | frozenset(ON_TWO_NODES)
 """Of README's and the quickstart's launches those that take more than 20 s on 2 cores."""
