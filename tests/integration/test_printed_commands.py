@@ -30,7 +30,6 @@ BY_HAND = {
     r"pip install .*": NETWORK,
     r"(DDP_PROFILER_\w+=1 )?pytest .*": SUITE,
     r"python benchmarks/(accuracy|compare|hostile|overhead|scripts|soak|worker_costs)\.py.*": LONG,
-    r"benchmarks/soak\.py --long": LONG,
     r"make notebooks": LONG,
     r"torchrun .* --nccl .*": GPU,
     r"(benchmarks/gpu_check\.sh|python benchmarks/gpu_check\.py).*": GPU,
@@ -156,7 +155,7 @@ def on_two_nodes(command):
         nodes.reverse()
     # A comment at the end of a command ends with its line.
     given = shlex.quote(f"case $NODE_RANK in\n0) {nodes[0]}\n;;\n*) {nodes[1]}\n;;\nesac")
-    text = f"launch/lab --nodes 2 --timeout 160 --exec {given}"
+    text = f"launch/lab --nodes 2 --timeout 600 --exec {given}"
     return printed.Command(text, command.file, command.line)
 
 
