@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,11 +75,7 @@ def load_report(folder: Path) -> Loaded:
         InputError: The folder holds no readable run, or files of another run.
     """
     info, records, incomplete = _read(folder)
-
-    def spans_of(rank: int) -> Columns:
-        return without_kineto(reader.read_rank(folder, rank).columns)
-
-    summary, details = join_in_detail(info, records, spans_of, incomplete)
+    summary, details = join_in_detail(info, records, _spans_of(folder), incomplete)
     predictor, why_not = predictor_of(summary)
     return Loaded(with_gains(summary, predictor), details, look_ahead(predictor, why_not))
 
@@ -94,13 +91,14 @@ def load_in_full(folder: Path) -> LoadedInFull:
     info = reader.read_run_info(folder)
     failed_early = info.status == "failed" and not paths.rank_files(folder)
     records, incomplete = ([], []) if failed_early else _read(folder)[1:]
-
-    def spans_of(rank: int) -> Columns:
-        return without_kineto(reader.read_rank(folder, rank).columns)
-
-    summary, details, steps = join_in_full(info, records, spans_of, incomplete)
+    summary, details, steps = join_in_full(info, records, _spans_of(folder), incomplete)
     predictor, why_not = predictor_of(summary)
     return LoadedInFull(info, with_gains(summary, predictor), details, steps, predictor, why_not)
+
+
+def _spans_of(folder: Path) -> Callable[[int], Columns]:
+    """Returns what reads the spans of a rank that :func:`_read` has accepted."""
+    return lambda rank: without_kineto(reader.read_rank(folder, rank).columns)
 
 
 def _read(folder: Path) -> tuple[RunInfo, list[RankRecord], list[int]]:

@@ -154,7 +154,9 @@ def read_rank(folder: Path, rank: int) -> RankSpans:
     except InputError:
         raise
     except Exception as error:
-        cause = (str(error) or type(error).__name__).splitlines()[0][:_MOST_SHOWN]
+        # Raised without a word where the file ends before its schema.
+        ended = "it is empty" if isinstance(error, StopIteration) else ""
+        cause = (ended or str(error) or type(error).__name__).splitlines()[0][:_MOST_SHOWN]
         raise InputError(
             f"{path} is not a span stream: {cause}.",
             "The file is damaged or was not written by ddp_profiler.",

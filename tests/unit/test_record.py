@@ -215,6 +215,13 @@ def test_file_that_is_no_stream(run, content):
         reader.read_rank(run, 0)
 
 
+def test_empty_file_is_said_to_be_empty(run):
+    path = paths.rank_file(run, 0)
+    path.write_bytes(b"")
+    with pytest.raises(InputError, match=r"rank-00000\.arrows is not a span stream: it is empty\."):
+        reader.read_rank(run, 0)
+
+
 def test_file_of_another_rank(run):
     paths.rank_file(run, 0).rename(paths.rank_file(run, 1))
     with pytest.raises(InputError, match=r"was written by rank 0"):
