@@ -174,6 +174,8 @@ def read_figures(
     """Checks ``--json`` and returns what ``--read`` names; None where it is not given."""
     if options.json is not None and not options.json.parent.is_dir():
         parser.error(f"--json: folder {options.json.parent} does not exist")
+    if options.json is not None and options.json.is_dir():
+        parser.error(f"--json: {options.json} is a folder; name a file")
     if options.read is None:
         return None
     try:

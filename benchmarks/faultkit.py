@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ def launch(
     cwd: Path | None = None,
     act: Callable[[subprocess.Popen[bytes], Path], float | None] | None = None,
     command: Sequence[str | Path] | None = None,
+    within: Path | None = None,
 ) -> Ended:
     """Starts ranks with torchrun and waits for their end.
 
@@ -97,6 +98,7 @@ def launch(
         cwd: Where to start it.
         act: Does something to the launch from outside; returns when (monotonic s), if it did.
         command: What to start instead of torchrun.
+        within: Folder of a cgroup that the launch runs in.
     """
     mark = uuid.uuid4().hex
     before = _shared_memory()
@@ -110,6 +112,13 @@ def launch(
         environ |= {"TMPDIR": temporary, "OMP_NUM_THREADS": "1", **(env or {})}
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
         start += [f"--nproc_per_node={ranks}", *map(str, words)]
+
+        def prepare() -> None:
+            # As at a terminal, whatever started us: SIGINT is heard.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if within is not None:
+                (within / "cgroup.procs").write_text(str(os.getpid()))
+
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             begin = time.monotonic()
             process = subprocess.Popen(
@@ -118,8 +127,7 @@ def launch(
                 cwd=cwd or ROOT,
                 stdout=out,
                 stderr=err,
-                # As at a terminal, whatever started us: SIGINT is heard.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+                preexec_fn=prepare,
                 start_new_session=True,
             )
             at = act(process, folder) if act is not None else None
@@ -145,6 +153,35 @@ def launch(
     if folder.is_dir():
         ended.left += [f"file {p.name}" for p in folder.iterdir() if p.name.startswith(".")]
     return ended
+
+
+@contextlib.contextmanager
+def memory_limited_to(nbytes: int) -> Iterator[Path | None]:
+    """Makes a memory cgroup for the length of a block; yields None where this one may not.
+
+    Args:
+        nbytes: Its limit, in bytes.
+    """
+    from ddp_profiler.measure.cgroups import own_groups
+    from ddp_profiler.measure.out_of_memory import LIMITS
+
+    folder = None
+    for around, version in own_groups("memory"):
+        there = around / f"ddp-profiler-{uuid.uuid4().hex}"
+        with contextlib.suppress(OSError):
+            there.mkdir()
+            try:
+                (there / LIMITS[version]).write_text(str(nbytes))
+            except OSError:
+                there.rmdir()
+                continue
+            folder = there
+            break
+    try:
+        yield folder
+    finally:
+        if folder is not None:
+            folder.rmdir()
 
 
 def processes(mark: str) -> list[psutil.Process]:
@@ -265,14 +302,20 @@ class Kept:
 
 def kept(folder: Path) -> Kept:
     """Reads what a run left, by our own reader and by the product's command."""
+    from ddp_profiler.errors import InputError
     from ddp_profiler.record import paths
     from ddp_profiler.record.reader import read_rank
 
     files = paths.rank_files(folder)
     on_disk = sum(steps_on_disk(path) for path in files.values())
     readable = 0
-    for rank in files:
-        readable += int((read_rank(folder, rank).columns["kind"] == STEP).sum())
+    for rank, path in files.items():
+        try:
+            readable += int((read_rank(folder, rank).columns["kind"] == STEP).sum())
+        except InputError:
+            # A record that was claimed and never begun holds nothing that could be lost.
+            if path.stat().st_size:
+                raise
     shown = subprocess.run(
         [sys.executable, "-m", "ddp_profiler.cli", "analyze", str(folder)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,11 +19,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchkit import ROOT, at_least, head, read_figures
+try:
+    from benchkit import ROOT, at_least, finite, head, read_figures
+except ImportError as error:
+    # Of a bare machine; the probe names all that is missing, but not before this is here.
+    print(
+        f"gpu_check: {sys.executable} lacks {error.name}; what the profiler needs comes with: "
+        f"pip install {Path(__file__).resolve().parents[1]}",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 FORMAT_VERSION = 1
 """Of the JSON file. 1: first format."""
@@ -135,7 +145,7 @@ class Row:
 
 
 def read_rows(name: str, text: str) -> list[Row]:
-    """Reads what a check wrote.
+    """Reads what a check wrote; a figure that is no number is one that failed.
 
     Raises:
         ValueError: It is not what a check writes.
@@ -146,7 +156,12 @@ def read_rows(name: str, text: str) -> list[Row]:
         raise ValueError(str(error)) from None
     if not rows:
         raise ValueError("it wrote no rows")
-    return rows
+    return [
+        row
+        if row.figure is None or math.isfinite(row.figure)
+        else replace(row, figure=None, failed=True, note=f"{row.figure} is no figure")
+        for row in rows
+    ]
 
 
 def _list(text: str) -> list[dict[str, Any]]:
@@ -190,7 +205,9 @@ def run_checks(
 def exit_code(rows: Sequence[Row], rehearsal: bool) -> int:
     """Returns the exit code; of a rehearsal on a CPU the figures do not count."""
     bad = {"FAILED"} if rehearsal else {"FAILED", "MISSED"}
-    return EXIT_MISSED if any(row.verdict in bad for row in rows) else EXIT_OK
+    verdicts = {row.verdict for row in rows}
+    # A check of which nothing ran has shown nothing.
+    return EXIT_MISSED if verdicts & bad or verdicts <= {"not run"} else EXIT_OK
 
 
 def run_one(command: Sequence[str | Path], limit_s: float, log: Path) -> str:
@@ -239,7 +256,8 @@ def _last_line(log: Path) -> str:
 _PROBE = """
 import importlib, json, sys
 missing = []
-for name in ("torch", "numpy", "pyarrow", "msgspec", "click", "psutil", "scipy", "rich", "jinja2"):
+for name in ("torch", "numpy", "pyarrow", "msgspec", "click", "psutil", "scipy", "rich", "jinja2",
+             "matplotlib"):
     try:
         importlib.import_module(name)
     except ImportError:
@@ -402,9 +420,10 @@ def main() -> int:
         "verdicts": [row.verdict for row in rows],
         "took_s": took,
     }
+    # First, so that a disk that is full by now takes the file alone.
+    print(render(raw), flush=True)
     if options.json is not None:
-        options.json.write_text(json.dumps(raw, indent=1) + "\n")
-    print(render(raw))
+        options.json.write_text(json.dumps(finite(raw), indent=1, allow_nan=False) + "\n")
     return exit_code(rows, rehearsal)
 
 

@@ -12,6 +12,7 @@ after each fault, and a series that is called again with it goes on where it end
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -31,11 +32,14 @@ import faultkit
 import psutil
 import torch
 
-FORMAT = 1
+FORMAT = 3
+"""Of the JSON file. 2: the phase that a fault came in, as the rank itself noted it; 3: ``kept``."""
 TIMEOUT_S = 5
 SETTLE_S = 150.0
 """From the start of a launch to its end, at most: start-up, --timeout, the report, torchrun."""
-KINDS = ("KILL", "TERM", "raise", "memory", "STOP", "loop")
+KINDS = ("KILL", "TERM", "raise", "memory", "fill", "STOP", "loop")
+"""``fill``: memory is taken until the kernel ends the rank; where a memory cgroup can be made."""
+FILL_WITHIN_BYTES = 2 << 30
 PHASES = {
     "start-up": "start-up",
     "warm-up": "warmup",
@@ -76,11 +80,21 @@ def one(number: int, seed: int, kinds: Sequence[str]) -> dict[str, Any]:
     # Rank 0 alone writes the report.
     rank = 0 if phase == "writing" else draw.randrange(2)
     after_ms = round(draw.random() * _LASTS_MS[phase], 1)
-    spec = f"fate={kind},rank={rank},phase={PHASES[phase]},after_ms={after_ms}"
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "run"
-        ended = faultkit.launch(words_of(folder, "--plant", spec), folder, limit_s=SETTLE_S)
+    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
+        folder, note = Path(temporary) / "run", Path(temporary) / "note"
+        spec = f"fate={kind},rank={rank},phase={PHASES[phase]},after_ms={after_ms},note={note}"
+        group = None
+        if kind == "fill":
+            group = stack.enter_context(faultkit.memory_limited_to(FILL_WITHIN_BYTES))
+            if group is None:
+                raise SystemExit("soak.py: no memory cgroup can be made here; leave fill out.")
+        # Memory is handed out slowly near its limit: not what the other rank's patience is about.
+        patience = ["--timeout", "60"] if kind == "fill" else []
+        words = words_of(folder, "--plant", spec, *patience)
+        ended = faultkit.launch(words, folder, limit_s=SETTLE_S, within=group)
         found: dict[str, Any] = {
+            # Of the fault itself: what has to be named.
+            "came_in": note.read_text() if note.exists() else None,
             "kind": kind,
             "phase": phase,
             "rank": rank,
@@ -109,29 +123,41 @@ def judge(found: dict[str, Any]) -> dict[str, Any]:
     """Returns what held of a lost run.
 
     A fault that came after the run had ended is ``missed``; one after all was measured need not
-    leave a partial run.
+    leave a partial run. The phase has to be the one that the rank noted before its fault. ``kept``:
+    the first failure in run.json is that rank in that phase, where one is due there.
     """
     told = found["said"]
     if found["code"] == 0:
         return {"missed": True}
     complete = found.get("status") == "complete"
     kind, rank = found["kind"], found["rank"]
-    signal = {"KILL": "SIGKILL", "TERM": "SIGTERM", "STOP": "stopped"}.get(kind)
-    line = next((text for text in told.splitlines() if re.search(rf"[Rr]ank {rank}\b.*", text)), "")
-    phase = re.search(r" in (start-up|level dp2, [^.:]+|[a-z][a-zA-Z ]+)", line)
-    wanted = {"raise": "planted exception", "memory": "allocate memory"}.get(kind, "")
-    if kind == "loop":
+    # As a sentence about it, or as a row of the table of all ranks.
+    about = [
+        text for text in told.splitlines() if re.search(rf"[Rr]ank {rank}\b|^ +{rank} +\S", text)
+    ]
+    phase = found["came_in"] or "nowhere"
+    if phase.startswith("writing"):
+        phase = "writing"
+    wanted = {
+        "KILL": "SIGKILL",
+        "TERM": "SIGTERM",
+        "STOP": "stopped",
+        "raise": "planted exception",
+        "memory": "allocate memory",
+        "fill": "out of memory",
         # It is alive: the table has its place in the code.
-        named_cause = "planted_fate.py" in told or complete
-    else:
-        named_cause = (signal or wanted) in told
+        "loop": "planted_fate.py",
+    }[kind]
+    named_cause = wanted in told or (kind == "loop" and complete)
     measured = bool(found.get("on_disk"))
+    first = (found.get("failures") or [{"rank": None, "phase": ""}])[0]
     return {
         "missed": False,
         "in_time": found["code"] is not None,
-        "named_rank": bool(line),
+        "named_rank": bool(about),
         "named_cause": named_cause,
-        "named_phase": phase is not None or "writing the report" in told,
+        "named_phase": any(phase in text for text in about),
+        "kept": not _is_due(found) or (first["rank"] == rank and phase in first["phase"]),
         "all_readable": found.get("on_disk") == found.get("readable"),
         # Nothing recorded: analyze says so.
         "marked": complete or not measured or bool(found.get("partial")),
@@ -140,11 +166,20 @@ def judge(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _is_due(found: dict[str, Any]) -> bool:
+    """Tells whether run.json has a place for this fault.
+
+    A rank in a loop never fails: who waits for it does. After all was measured nothing is kept.
+    """
+    return found.get("status") not in (None, "complete") and found["kind"] != "loop"
+
+
 _HELD = (
     "in_time",
     "named_rank",
     "named_cause",
     "named_phase",
+    "kept",
     "all_readable",
     "marked",
     "analyzed",
@@ -159,8 +194,9 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         rows[found["kind"], found["phase"]].append(found)
     lines = [
         "| kind | phase | faults | came too late | ended in time | median s | max s | rank named | "
-        "cause named | phase named | steps readable / on disk | partial | nothing left |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "cause named | phase named | first in run.json | steps readable / on disk | partial | "
+        "nothing left |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for (kind, phase), group in sorted(rows.items()):
         lines.append(_row(kind, phase, group))
@@ -185,11 +221,13 @@ def _row(kind: str, phase: str, group: list[dict[str, Any]]) -> str:
 
     on_disk = sum(found.get("on_disk") or 0 for found in real)
     readable = sum(found.get("readable") or 0 for found in real)
+    due = [found for found in real if _is_due(found)]
+    kept = f"{sum(found['kept'] for found in due)}/{len(due)}"
     cells = [
         *(kind, phase, str(len(group)), str(len(group) - len(real)), count("in_time")),
         *(f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}", count("named_rank")),
-        *(count("named_cause"), count("named_phase"), f"{readable}/{on_disk}", count("marked")),
-        count("clean"),
+        *(count("named_cause"), count("named_phase"), kept, f"{readable}/{on_disk}"),
+        *(count("marked"), count("clean")),
     ]
     return f"| {' | '.join(cells)} |"
 

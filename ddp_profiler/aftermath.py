@@ -40,17 +40,23 @@ _PARK_S = 20.0
 _WRITE_S = 3.0
 _SHOW_S = 5.0
 """What rank 0 may take to show what was measured, once it was told to end."""
+LINGER_S = 30.0
+"""A rank that is still there so long after rank 0 is through hangs."""
 _LAUNCHER_S = 0.5
 """A rank whose peer is gone, or that is told to end, waits this long for the news of a death."""
 _CONSEQUENCE = re.compile(
-    "timed out|time-out|closed by peer|reset by peer|connection closed|broken pipe|socket closed|"
-    "nothing moved|another rank has failed|connection was",
+    "timed out|time-out|timeout after|closed by peer|reset by peer|connection closed|"
+    "broken pipe|socket closed|nothing moved|another rank has failed|connection was",
     re.IGNORECASE,
 )
 """What a rank meets when another one is gone or hangs."""
 _KILLED = (
     "SIGKILL mostly comes from the system when memory is used up (dmesg names it), or from a batch "
     "system that ends the job."
+)
+_NO_MEMORY = (
+    "Give the job more memory, or let ranks need less: a smaller --micro-batch, fewer workers that "
+    "load data, fewer ranks on a node."
 )
 _ENDED = (
     "What was measured before is kept: ddp-profiler analyze shows it. Look at the rank that "
@@ -69,6 +75,7 @@ class Aftermath:
         stand_in: Has this rank keep the run folder, in the place of rank 0 that is dead.
         clean: Removes what a process left half written in the folder.
         show: Shows what was measured, on rank 0, and how to see it again.
+        report_s: How long rank 0 may take over its report, for which another rank waits.
     """
 
     def __init__(
@@ -81,6 +88,7 @@ class Aftermath:
         stand_in: Callable[[], None] = lambda: None,
         clean: Callable[[int], None] = lambda _: None,
         show: Callable[[], None] = lambda: None,
+        report_s: float = 60.0,
     ) -> None:
         self._rank = rank
         self._keep = keep
@@ -89,6 +97,7 @@ class Aftermath:
         self._stand_in = stand_in
         self._clean = clean
         self._show = show
+        self._report_s = report_s
         self._lock = threading.Lock()
         self._taken = False
         self._main_ends = False
@@ -158,9 +167,12 @@ class Aftermath:
 
     def sibling_ended(self, end: SiblingEnd) -> None:
         """Is told, on a thread, that another rank of this node has ended before the run has."""
+        if end.code == 0:
+            self._end_after(end.rank)
         if end.code == 0 or self._closed:
             return
-        if not end.signal and (self._tells_itself() or self._taken):
+        alone = self._siblings.launcher_is_gone
+        if not end.signal and (alone or self._tells_itself() or self._taken):
             # It has said why, and so has whoever waits for it.
             return
         if not self._take():
@@ -176,14 +188,16 @@ class Aftermath:
         speaks = board.first_to(f"tell the end of rank {end.rank}")
         if speaks is None:
             speaks = self._siblings.is_lowest_left()
-        phase = board.phase_of(end.rank) or "start-up"
+        phase = board.phase_of(end.rank)
         host = board.host_of(end.rank) or socket.gethostname()
         failure = Failure(end.rank, phase, end.words, host, end.signal)
         self._noted = (failure,)
         if speaks:
             self._noted = board.note_failure(failure)
             lines = [f"rank {end.rank} on {host} {end.words} in {phase}."]
-            if end.signal == "SIGKILL":
+            if end.memory:
+                lines.append(_NO_MEMORY)
+            elif end.signal == "SIGKILL":
                 lines.append(_KILLED)
             self._say("\n".join(lines))
         if end.rank == 0 and speaks:
@@ -193,8 +207,31 @@ class Aftermath:
             self._report()
         else:
             self._keep_in_time(self._noted)
-            board.await_report(_REPORT_S)
+            self._await_report(board)
         self._leave(EXIT_BAD_INPUT)
+
+    def _end_after(self, rank: int) -> None:
+        """Ends this process some time after another rank is through, whatever hangs in it.
+
+        Ranks are through once all is measured and written. One that then hangs, over the end of
+        its process group for one, would be waited for by its launcher without end.
+        """
+        if self._rank == 0:
+            # Over its report, which may take long; another rank looks after it.
+            return
+        limit_s = LINGER_S if rank == 0 else self._report_s + LINGER_S
+
+        def end() -> None:
+            host = socket.gethostname()
+            self._say(
+                f"rank {self._rank} on {host} hangs in {self._phase.at}: it did not end within "
+                f"{limit_s:g} s of rank {rank}. All is measured and kept."
+            )
+            self._leave(EXIT_BAD_INPUT)
+
+        timer = threading.Timer(limit_s, end)
+        timer.daemon = True
+        timer.start()
 
     def told_to_end(self, number: signal.Signals) -> None:
         """Is told, on a thread, that this process was sent a signal that asks it to end."""
@@ -207,10 +244,14 @@ class Aftermath:
         self._begin_to_end()
         if self._closed:
             if end is not None and end.signal:
-                self.tell_late(end.pid, end.words)
+                if end.rank == 0:
+                    self.tell_late(end.pid, end.words)
+                else:
+                    phase = self._board().phase_of(end.rank) or "closing"
+                    self.tell_late(end.pid, end.words, end.rank, phase)
                 self._leave(EXIT_BAD_INPUT)
             self._say(f"told to end ({number.name}) in {self._phase.at}; all is measured and kept.")
-            self._clean(os.getpid())
+            self._clean_own()
             end_by(number)
         board = self._main_board = self._board()
         known = board.known()
@@ -229,20 +270,22 @@ class Aftermath:
                 within(_SHOW_S, self._show)
         else:
             self._keep_in_time(self._noted or known)
-            board.await_report(_REPORT_S)
+            self._await_report(board)
         self._siblings.resume_stopped()
-        self._clean(os.getpid())
+        self._clean_own()
         end_by(number)
 
-    def tell_late(self, pid: int, words: str) -> None:
-        """Tells that rank 0 was lost over its report; all was measured and written before."""
+    def tell_late(
+        self, pid: int, words: str, rank: int = 0, phase: str = "writing the report"
+    ) -> None:
+        """Tells that a rank was lost after all was measured, mostly rank 0 over its report."""
         with self._lock:
             first, self._told_late = not self._told_late, True
         if first:
             self._clean(pid)
             self._say(
-                f"rank 0 {words} in writing the report. All is measured and kept; "
-                "ddp-profiler report writes it again."
+                f"rank {rank} {words} in {phase}. All is measured and kept; ddp-profiler report "
+                "writes the report again."
             )
 
     def _tells_itself(self) -> bool:
@@ -263,7 +306,7 @@ class Aftermath:
             if board.first_to(f"tell the end of rank {rank}") is not True:
                 continue
             words, host = f"was stopped and did not go on (process {pid})", board.host_of(rank)
-            phase = board.phase_of(rank) or "start-up"
+            phase = board.phase_of(rank)
             board.note_failure(Failure(rank, phase, words, host, "SIGSTOP"))
             self._say(f"rank {rank} on {host} {words} in {phase}.")
 
@@ -276,14 +319,19 @@ class Aftermath:
             return not taken
 
     def _begin_to_end(self) -> None:
-        end = threading.Timer(_END_S, leave_now, args=(EXIT_BAD_INPUT,))
+        end = threading.Timer(_END_S, self._leave, args=(EXIT_BAD_INPUT,))
         end.daemon = True
         end.start()
 
     def _leave(self, code: int) -> None:
         self._siblings.resume_stopped()
-        self._clean(os.getpid())
+        self._clean_own()
         leave_now(code)
+
+    def _clean_own(self) -> None:
+        """Removes what this process leaves half written, unless the disk does not answer."""
+        with contextlib.suppress(NoAnswerError):
+            within(_WRITE_S, lambda: self._clean(os.getpid()))
 
     def finish(self) -> None:
         """Keeps the failure, and shows it on rank 0; the others give it the time for that."""
@@ -293,8 +341,30 @@ class Aftermath:
             return
         self._keep_in_time(self._noted)
         if self._main_board is not None:
-            self._main_board.await_report(_REPORT_S)
+            self._await_report(self._main_board)
         self._siblings.resume_stopped()
+
+    def _await_report(self, board: FailureBoard) -> None:
+        """Gives rank 0 the time to keep and show the failure; takes its place if it dies too."""
+
+        def is_lost() -> bool:
+            end = self._siblings.await_end(0, 0.0)
+            return end is not None and end.code != 0
+
+        if board.await_report(_REPORT_S, is_lost) or not is_lost():
+            return
+        if self._siblings.is_lowest_left():
+            self._stand_in()
+            self._report()
+
+    def cause_of(self, message: str) -> str:
+        """Returns what is behind an error of this rank; the error where nothing is known of it.
+
+        The launcher holds the store that ranks talk through.
+        """
+        if self._siblings.launcher_is_gone and _CONSEQUENCE.search(message):
+            return f"the launcher (process {self._siblings.launcher}) has died"
+        return message
 
     def keep_now(self) -> None:
         """Keeps what is known, without asking others or showing a table."""
@@ -347,6 +417,7 @@ class Aftermath:
             # The main thread has failed too, says so, and is ended in time if it hangs.
             return
         host = socket.gethostname()
+        reason = self.cause_of(reason)
         failure = Failure(self._rank, self._phase.at, reason, host)
         if not self._reported:
             self._keep_in_time((failure,))

@@ -12,7 +12,6 @@ as it was, is that of a script, see docs/scripts.md.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import multiprocessing.util
 import sys
@@ -172,14 +171,7 @@ class Profiling:
                 self._say(f"the result could not be shown: {error}. It is kept in {folder}.")
 
     def _say(self, text: str) -> None:
-        """Shows text on stderr; what names of files and hosts hold is made safe for a terminal.
-
-        Where nobody reads stderr any more, nothing is shown, and the program goes on.
-        """
-        safe = "\n".join(units.printable(line) for line in _as_python(text).split("\n"))
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(f"{NAME}: {safe}\n")
-            sys.stderr.flush()
+        units.tell(NAME, _as_python(text))
 
 
 _attached: Profiling | None = None

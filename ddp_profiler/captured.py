@@ -51,6 +51,7 @@ def read_captured(
         InputError: The run has no traces, or a file cannot be used.
     """
     info = reader.read_run_info(folder)
+    begun, _ = reader.begun_records(folder)
     records: dict[int, Columns] = {}
     levels, without = [], []
     for index, level in enumerate(info.levels):
@@ -69,7 +70,7 @@ def read_captured(
         _refuse_strangers(found, level, folder)
         compared = []
         for split in found.ranks:
-            if split.rank not in records and split.rank in paths.rank_files(folder):
+            if split.rank not in records and split.rank in begun:
                 spans = reader.read_rank_of(folder, split.rank, info.run_id)
                 records[split.rank] = spans.columns
             if split.rank in records:

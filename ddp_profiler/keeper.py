@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -48,6 +48,8 @@ class RunKeeper:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = threading.Lock()
+        self._main_is_in = False
+        self._afterwards: Callable[[], None] | None = None
         self.folder: Path | None = None
         self.info: RunInfo | None = None
 
@@ -87,9 +89,40 @@ class RunKeeper:
                 "Make room there, or choose another folder with --out.",
             ) from None
 
+    def defer(self, then: Callable[[], None]) -> bool:
+        """Has something done once the main thread is through with the folder.
+
+        For a signal's handler, which comes in the middle of whatever that thread does: kept there,
+        it would hold the lock that whoever ends the process has to write under.
+
+        Returns:
+            Whether the main thread, which calls this, is at the folder now.
+        """
+        if self._main_is_in:
+            self._afterwards = then
+        return self._main_is_in
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Lets one thread at a time to the folder."""
+        if threading.current_thread() is not threading.main_thread():
+            with self._lock:
+                yield
+            return
+        # Around the lock: a signal may come right after it is taken.
+        self._main_is_in = True
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._main_is_in = False
+            then, self._afterwards = self._afterwards, None
+            if then is not None:
+                then()
+
     def update(self, **changes: Any) -> None:
         """Writes ``run.json`` with some fields changed, where this rank keeps one."""
-        with self._lock:
+        with self._alone():
             if self.folder is not None and self.info is not None:
                 self.info = replace(self.info, **changes)
                 writer.write_run_info(self.folder, self.info)
@@ -100,7 +133,7 @@ class RunKeeper:
         Returns:
             Whether this rank keeps no folder any more.
         """
-        with self._lock:
+        with self._alone():
             if self.folder is not None and not paths.rank_files(self.folder):
                 paths.release_folder(self.folder)
                 self.folder = self.info = None
@@ -111,7 +144,7 @@ class RunKeeper:
 
         Does nothing where this rank does not see the folder.
         """
-        with self._lock, contextlib.suppress(DdpProfilerError, OSError):
+        with self._alone(), contextlib.suppress(DdpProfilerError, OSError):
             info = reader.read_run_info(folder)
             if self.folder is None and info.run_id == run_id:
                 self.folder, self.info = folder, info

@@ -16,7 +16,7 @@ from ddp_profiler.errors import InputError
 from ddp_profiler.predict.findings import with_gains
 from ddp_profiler.predict.outlook import Outlook, look_ahead
 from ddp_profiler.predict.prediction import Predictor, predictor_of
-from ddp_profiler.record import paths, reader
+from ddp_profiler.record import reader
 from ddp_profiler.schema import RunInfo
 
 
@@ -74,8 +74,8 @@ def load_report(folder: Path) -> Loaded:
     Raises:
         InputError: The folder holds no readable run, or files of another run.
     """
-    info, records, incomplete = _read(folder)
-    summary, details = join_in_detail(info, records, _spans_of(folder), incomplete)
+    info, records, incomplete, unbegun = _read(folder)
+    summary, details = join_in_detail(info, records, _spans_of(folder), incomplete, unbegun)
     predictor, why_not = predictor_of(summary)
     return Loaded(with_gains(summary, predictor), details, look_ahead(predictor, why_not))
 
@@ -89,9 +89,10 @@ def load_in_full(folder: Path) -> LoadedInFull:
         InputError: The folder holds no readable run, or files of another run.
     """
     info = reader.read_run_info(folder)
-    failed_early = info.status == "failed" and not paths.rank_files(folder)
-    records, incomplete = ([], []) if failed_early else _read(folder)[1:]
-    summary, details, steps = join_in_full(info, records, _spans_of(folder), incomplete)
+    found, unbegun = reader.begun_records(folder)
+    failed_early = info.status == "failed" and not found
+    records, incomplete, unbegun = ([], [], unbegun) if failed_early else _read(folder)[1:]
+    summary, details, steps = join_in_full(info, records, _spans_of(folder), incomplete, unbegun)
     predictor, why_not = predictor_of(summary)
     return LoadedInFull(info, with_gains(summary, predictor), details, steps, predictor, why_not)
 
@@ -101,19 +102,25 @@ def _spans_of(folder: Path) -> Callable[[int], Columns]:
     return lambda rank: without_kineto(reader.read_rank(folder, rank).columns)
 
 
-def _read(folder: Path) -> tuple[RunInfo, list[RankRecord], list[int]]:
-    """Returns the run's description, what each rank gives, and the ranks whose record was cut.
+def _read(folder: Path) -> tuple[RunInfo, list[RankRecord], list[int], tuple[str, ...]]:
+    """Reads a run's records.
+
+    Returns:
+        The run's description; what each rank gives; the ranks whose record was cut; the names
+        of files that never came to hold anything.
 
     One rank's spans are held at a time: what is kept of them is much smaller.
     """
     info = reader.read_run_info(folder)
-    found = paths.rank_files(folder)
+    found, unbegun = reader.begun_records(folder)
     if not found:
         first = "".join(
             f" Rank {f.rank} failed in {f.phase}: {f.message}." for f in info.failures[:1]
         )
         raise InputError(
-            f"{folder} holds no rank-*.arrows: nothing was measured.{first}", "Run it again."
+            f"{folder} holds no {'rank-*.arrows with spans' if unbegun else 'rank-*.arrows'}: "
+            f"nothing was measured.{first}",
+            "Run it again.",
         )
     most = max(found)
     if most >= info.world_size:
@@ -127,7 +134,7 @@ def _read(folder: Path) -> tuple[RunInfo, list[RankRecord], list[int]]:
         records.append(rank_record(info, rank, spans.columns))
         if not spans.complete:
             incomplete.append(rank)
-    return info, records, incomplete
+    return info, records, incomplete, unbegun
 
 
 def load_launch(folder: Path) -> Launch:

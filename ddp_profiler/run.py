@@ -88,10 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not isinstance(config, StudyConfig):  # --help was asked for
         return EXIT_DONE
     if not topology.launched:
-        print(
-            f"{NAME}: started without torchrun, so this is dp = 1 on one rank. For more: "
-            "torchrun --nproc_per_node=N -m ddp_profiler.run",
-            file=sys.stderr,
+        _say(
+            "started without torchrun, so this is dp = 1 on one rank. For more: "
+            "torchrun --nproc_per_node=N -m ddp_profiler.run"
         )
     return _Worker(config, topology).run()
 
@@ -104,21 +103,12 @@ def _complain(error: DdpProfilerError, speaks: bool) -> int:
     """
     if not speaks:
         time.sleep(2)
-    print(f"{NAME}: {error_text(error)}", file=sys.stderr, flush=True)
+    _say(error_text(error))
     return error.exit_code
 
 
 def _say(text: str) -> None:
-    """Shows text; what names of files, hosts and models hold is made safe for a terminal.
-
-    Where nobody reads stderr any more, nothing is shown: training and measuring go on.
-    """
-    if sys.stderr is None:
-        # print would take stdout, which is the script's.
-        return
-    safe = "\n".join(units.printable(line) for line in text.split("\n"))
-    with contextlib.suppress(OSError, ValueError):
-        print(f"{NAME}: {safe}", file=sys.stderr, flush=True)
+    units.tell(NAME, text)
 
 
 def _run_script(config: ScriptConfig, topology: Topology) -> int:
@@ -158,6 +148,8 @@ class _Worker:
         """All levels are measured, and what follows is an extra."""
         self._nothing_measured = False
         """The settings were refused before anything was recorded."""
+        self._told_before: tuple[Failure, ...] = ()
+        """Failures that rank 0 had kept before this rank took its place."""
         self._said_unkept = False
         """It was said that run.json cannot be written."""
 
@@ -233,6 +225,7 @@ class _Worker:
             stand_in=self._stand_in,
             clean=self._clean,
             show=self._show,
+            report_s=self._report_s,
         )
         with self._early_end:
             self._aftermath = aftermath
@@ -268,12 +261,36 @@ class _Worker:
                 code = _conclude(self._keeper.folder, self.config.debug)
             except KeyboardInterrupt:
                 code = EXIT_INTERRUPTED
+            except Exception as error:
+                if self.config.debug:
+                    traceback.print_exc()
+                host = socket.gethostname()
+                _say(
+                    f"rank 0 on {host} failed in {phase.at}: {_one_line(error)}. All is measured "
+                    "and kept; ddp-profiler report writes the report again."
+                )
+                code = EXIT_BAD_INPUT
         else:
             code = self._outlast(aftermath)
+        self._resume_stopped()
         if parts:
             # A node may have been lost on the way, and with it connections of this process.
             leave(code)
         return code
+
+    def _resume_stopped(self) -> None:
+        """Has ranks of this node that are stopped go on: the launcher waits for them."""
+        for rank, pid in self._siblings.stopped().items():
+            _say(
+                f"rank {rank} on {socket.gethostname()} was stopped (process {pid}) once all was "
+                "measured; it is told to go on, so that it ends."
+            )
+        self._siblings.resume_stopped()
+
+    @property
+    def _report_s(self) -> float:
+        """How long rank 0 may take over its report, in seconds."""
+        return max(self.config.timeout_s, _LEAST_REPORT_S)
 
     def _outlast(self, aftermath: Any) -> int:
         """Stays on rank 0's node until that has written its report, to tell if it dies over it.
@@ -281,15 +298,20 @@ class _Worker:
         The launcher waits for it as well, without end; here one rank does, asleep.
         """
         if self._siblings.is_lowest_left(above=1):
-            limit_s = max(self.config.timeout_s, _LEAST_REPORT_S)
+            limit_s = self._report_s
             end = self._siblings.await_end(0, limit_s)
             if end is not None and end.signal:
                 aftermath.tell_late(end.pid, end.words)
                 return EXIT_BAD_INPUT
             pid = self._siblings.running(0)
             if end is None and pid is not None:
-                # The launcher ends it when this rank fails.
-                aftermath.tell_late(pid, f"hangs: it did not end within {limit_s:g} s")
+                if 0 in self._siblings.stopped():
+                    words = f"was stopped and did not go on for {limit_s:g} s (process {pid})"
+                else:
+                    words = f"hangs: it did not end within {limit_s:g} s"
+                aftermath.tell_late(pid, words)
+                # The launcher ends it when this rank fails: a stopped one cannot be told.
+                self._siblings.resume_stopped()
                 return EXIT_BAD_INPUT
         return EXIT_DONE
 
@@ -300,14 +322,25 @@ class _Worker:
         from ddp_profiler.measure.leave import leave
 
         topology, host = self.topology, socket.gethostname()
+        speaks = True
         self._nothing_measured = isinstance(error, UsageError)
+        behind = aftermath.cause_of(message)
+        if behind != message:
+            # Every rank meets this alike.
+            speaks = topology.local_rank == 0
+            message = behind
+            error = InputError(
+                f"rank {topology.rank} on {host} failed in {phase}: {message}",
+                "What was measured before is kept: ddp-profiler analyze shows it.",
+            )
         first = aftermath.note(phase, message)
         self._clean(os.getpid())
         if not aftermath.met:
             aftermath.finish()
             leave(_complain(error, speaks=topology.local_rank == 0))
         if (first.rank, first.message) == (topology.rank, message):
-            _complain(error, speaks=True)
+            if speaks:
+                _complain(error, speaks=True)
         elif first.hostname != host and topology.local_rank == 0:
             _say(
                 f"rank {topology.rank} on {host} ended in {phase}, after rank {first.rank} on "
@@ -564,6 +597,8 @@ class _Worker:
 
     def _hold(self) -> None:
         """Keeps the main thread while another one ends the process."""
+        if self._keeper is not None and self._keeper.defer(self._hold):
+            return
         if self._aftermath is None:
             threading.Event().wait()
         else:
@@ -583,6 +618,8 @@ class _Worker:
         """Keeps the run folder in the place of rank 0, where this rank sees it."""
         if self._folder is not None and self._keeper.folder is None:
             self._keeper.stand_in(self._folder, self._run_id)
+            if self._keeper.info is not None:
+                self._told_before = self._keeper.info.failures
 
     def _clean(self, pid: int) -> None:
         """Removes what a process of this run has left half written."""
@@ -610,6 +647,8 @@ class _Worker:
             if self._nothing_measured and self._keeper.release():
                 return
             status = "complete" if self._complete else "failed"
+            # What rank 0 itself could say of its end comes first.
+            failures = tuple(dict.fromkeys((*self._told_before, *failures)))
             self._keeper.update(status=status, failures=failures, phases=phases)
         except OSError as error:
             # Tried again with more that is known, and said once.
@@ -698,7 +737,7 @@ def _conclude(folder: Path, debug: bool) -> int:
             traceback.print_exc()
         disk = isinstance(error, OSError) and error.errno in _DISK
         reason = f"{error}" if disk else _one_line(error)
-        failure = InputError(f"The result could not be written and shown: {reason}", again)
+        failure = InputError(f"rank 0 failed in writing the report: {reason}", again)
         return _complain(failure, speaks=True)
     return EXIT_DONE
 

@@ -1,8 +1,10 @@
-"""Text for numbers with units, as shown to people."""
+"""Text as shown to people: numbers with units, and lines on stderr."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sys
 
 from ddp_profiler.naming import name_ranks
 
@@ -124,3 +126,15 @@ def printable(text: object) -> str:
     'a\\x1b[31mb'
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def tell(program: str, text: str) -> None:
+    """Shows lines on stderr after a program's name; what names hold is made safe for a terminal.
+
+    They are one write: ``print`` makes two, between which another rank may write. Where nobody
+    reads stderr any more nothing is shown: training and measuring go on.
+    """
+    safe = "\n".join(map(printable, text.split("\n")))
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # The last where it is None.
+        sys.stderr.write(f"{program}: {safe}\n")
+        sys.stderr.flush()

@@ -201,10 +201,11 @@ def _about_nodes(level: LevelResult) -> Iterator[Finding]:
         surely = gap > 2 * (level.clock_uncertainty_ms or 0.0)
         if len(ranks) < 2 or not surely or gap < LEAST_SHARE_OF_STEP * step.mean:
             continue
-        part, excess = max(
-            ((part, _beyond_others(level, node, part)) for part in ("data", "forward", "backward")),
-            key=lambda pair: pair[1],
-        )
+        beyond = {part: _beyond_others(level, node, part) for part in _OWN_WORK}
+        if sum(beyond.values()) < gap / 2:
+            # It works no longer than others: a slow link gives it each reduction's end later.
+            continue
+        part, excess = max(beyond.items(), key=lambda pair: pair[1])
         most = f"; most of it in {part}, {units.ms(excess)} ms" if excess >= gap / 2 else ""
         name = units.printable(ranks[0].hostname) or f"node {node}"
         yield Finding(
@@ -218,6 +219,9 @@ def _about_nodes(level: LevelResult) -> Iterator[Finding]:
             expected_gain_ms=gap,
             expected_gain_pct=gap / step.mean * 100,
         )
+
+
+_OWN_WORK = ("data", "forward", "backward", "optimizer", "other")
 
 
 def _beyond_others(level: LevelResult, node: int, part: str) -> float:

@@ -25,6 +25,8 @@ from ddp_profiler.analysis.parts import NULL, Columns, Floats, Ints, step_keys
 from ddp_profiler.analysis.statistics import ratio_interval
 from ddp_profiler.schema import LevelFacts, LevelSettings, SpanKind
 
+_MOST_NORM_SQ = 1e100
+"""More than 10^20 parameters of float32 can have: a damaged record. NaN and infinity are above."""
 _LEAST_STEPS = 2
 _SOURCE = "gradient_collectives"
 _OWN_SOURCES = ("process_group", "comm_hook", None)
@@ -214,7 +216,9 @@ def _norms(spans: Columns, step_samples: Mapping[int, int], dp: int) -> _Norms:
     values = np.ascontiguousarray(spans["value"]).view(np.float64)
     table = np.array(rows, dtype=np.int64).reshape(-1, 5)
     norms = _Norms(table[:, 0], values[table[:, 1]], values[table[:, 2]], table[:, 3], table[:, 4])
-    usable = np.isfinite(norms.local) & np.isfinite(norms.reduced) & (norms.large > norms.small)
+    with np.errstate(invalid="ignore"):
+        usable = np.maximum(norms.local, norms.reduced) < _MOST_NORM_SQ
+    usable &= norms.large > norms.small
     return _only(norms, usable & (norms.small > 0))
 
 

@@ -83,8 +83,9 @@ def rank_record(info: RunInfo, rank: int, columns: Columns) -> RankRecord:
         rank: Global rank.
         columns: Its spans by column, condensed or not.
     """
-    soundness = examine(columns, len(info.levels))
     columns = condense(without_kineto(columns))
+    # Of what is left then, so that a record says the same of itself condensed and whole.
+    soundness = examine(columns, len(info.levels))
     place = columns["level"].astype(np.int64) << 8 | columns["variant"].astype(np.int64)
     order = np.argsort(place, kind="stable")
     begins = np.flatnonzero(np.append(True, np.diff(place[order]) != 0)) if len(order) else order

@@ -57,12 +57,12 @@ def examine(columns: Columns, levels: int) -> Soundness:
     """Looks for contradictions within one rank's record.
 
     Args:
-        columns: Its spans by column, shape [span] each.
+        columns: Its condensed spans by column, shape [span] each.
         levels: Number of levels that the run has.
     """
     fingerprint = _fingerprint(columns)
     foreign = int((columns["level"] >= levels).sum())
-    # Most of a record is gradients' collectives, which nothing here looks at.
+    # Nothing here looks at collectives.
     looked_at = np.isin(columns["kind"], [int(kind) for kind in (*_WITHIN, SpanKind.STEP)])
     columns = {name: values[looked_at] for name, values in columns.items()}
     inside, step = _steps(columns)

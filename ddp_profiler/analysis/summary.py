@@ -59,6 +59,8 @@ from ddp_profiler.analysis.stragglers import Arrivals, Straggler, find_straggler
 from ddp_profiler.schema import SCHEMA_VERSION, LevelFacts, LevelSettings, RunInfo, Variant
 
 _MOST_FAILURES = 8
+_MOST_NAMED = 3
+"""Files that a note names."""
 
 Breakdown = Mapping[str, Floats]
 
@@ -92,15 +94,21 @@ def summarize_in_detail(
     return join_in_detail(info, records, columns_by_rank.__getitem__, incomplete)
 
 
-def join(info: RunInfo, records: Sequence[RankRecord], incomplete: Sequence[int] = ()) -> Summary:
+def join(
+    info: RunInfo,
+    records: Sequence[RankRecord],
+    incomplete: Sequence[int] = (),
+    unbegun: Sequence[str] = (),
+) -> Summary:
     """Joins what the ranks give to the run's summary.
 
     Args:
         info: The run's description.
         records: One of each rank whose record is not lost, by rising rank.
         incomplete: Ranks whose record was cut.
+        unbegun: Names of files of ranks whose record never came to hold anything.
     """
-    return _summary(info, records, incomplete, _all_measured(info, records))
+    return _summary(info, records, incomplete, unbegun, _all_measured(info, records))
 
 
 def join_in_detail(
@@ -108,6 +116,7 @@ def join_in_detail(
     records: Sequence[RankRecord],
     spans_of: Callable[[int], Columns],
     incomplete: Sequence[int] = (),
+    unbegun: Sequence[str] = (),
 ) -> tuple[Summary, tuple[LevelDetail, ...]]:
     """Joins to the summary, and to what is shown of single steps.
 
@@ -116,9 +125,10 @@ def join_in_detail(
         records: As there.
         spans_of: Gives the spans of a rank by column; asked of the few that are shown.
         incomplete: As there.
+        unbegun: As there.
     """
     measured = _all_measured(info, records)
-    summary = _summary(info, records, incomplete, measured)
+    summary = _summary(info, records, incomplete, unbegun, measured)
     by_id = {m.level.id: m for m in measured}
     return summary, tuple(_detail(by_id[id], spans_of) for id in levels_in_detail(summary.levels))
 
@@ -128,13 +138,14 @@ def join_in_full(
     records: Sequence[RankRecord],
     spans_of: Callable[[int], Columns],
     incomplete: Sequence[int] = (),
+    unbegun: Sequence[str] = (),
 ) -> tuple[Summary, tuple[LevelDetail, ...], tuple[LevelSteps, ...]]:
     """Joins to the summary, and to the single steps of every level; arguments as there.
 
     Details are those of levels with instrumented steps; the spans of all ranks are asked for.
     """
     measured = _all_measured(info, records)
-    summary = _summary(info, records, incomplete, measured)
+    summary = _summary(info, records, incomplete, unbegun, measured)
     details = tuple(_detail(m, spans_of) for m in measured if m.instrumented)
     by_rank = {record.rank: spans_of(record.rank) for record in records}
     return summary, details, tuple(_steps(m, by_rank) for m in measured)
@@ -186,6 +197,7 @@ def _summary(
     info: RunInfo,
     records: Sequence[RankRecord],
     incomplete: Sequence[int],
+    unbegun: Sequence[str],
     measured: Sequence[_Measured],
 ) -> Summary:
     levels = with_crossing([_level(info, m, measured) for m in measured])
@@ -193,6 +205,12 @@ def _summary(
     partial = info.status != "complete" or bool(missing) or bool(incomplete)
     notes = _failure_notes(info)
     notes += _missing_notes(info, missing)
+    if unbegun:
+        more = f" and {len(unbegun) - _MOST_NAMED} more" if len(unbegun) > _MOST_NAMED else ""
+        notes.append(
+            f"Of the missing records a file is there that ends before anything was recorded: "
+            f"{', '.join(unbegun[:_MOST_NAMED])}{more}."
+        )
     if incomplete:
         notes.append(f"The record of {units.ranks(incomplete)} was cut: the run did not end.")
     # What is said first is what came first: the failure, before the records that it left out.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from ddp_profiler import units
 from ddp_profiler.cli import NAME, write_out
 from ddp_profiler.config import parse_numbers
 
@@ -152,4 +153,4 @@ def command(
 
 
 def _tell(text: str) -> None:
-    print(f"{NAME}: {text}", file=sys.stderr, flush=True)
+    units.tell(NAME, text)

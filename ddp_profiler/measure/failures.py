@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from ddp_profiler.schema import Failure, RankPhase
 
 _REPORTED = "reported"
 _PAUSE_S = 0.05
+_FIRST_PHASE = "start-up"
 
 
 def phase_key(rank: int) -> str:
@@ -79,8 +80,14 @@ class FailureBoard:
         return self._hosts[rank] if rank < len(self._hosts) else ""
 
     def phase_of(self, rank: int) -> str:
-        """Returns the last phase that a rank made known; empty where the store cannot say."""
-        return self._texts([phase_key(rank)])[0]
+        """Returns the last phase that a rank made known, and in words where there is none."""
+        if self._store is None:
+            return _FIRST_PHASE
+        key = phase_key(rank)
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else _FIRST_PHASE
+        except InputError:
+            return "a phase that is not known"
 
     def tell_place(self, place: str) -> None:
         """Makes known where in the code this rank is."""
@@ -146,16 +153,28 @@ class FailureBoard:
             with contextlib.suppress(InputError):
                 self._store.set(_REPORTED, "1")
 
-    def await_report(self, limit_s: float) -> None:
-        """Waits until rank 0 has kept and shown the failure, and not longer than the limit."""
+    def await_report(self, limit_s: float, in_vain: Callable[[], bool] = lambda: False) -> bool:
+        """Waits until rank 0 has kept and shown the failure, and not longer than the limit.
+
+        Args:
+            limit_s: Seconds.
+            in_vain: Tells whether rank 0 cannot report any more.
+
+        Returns:
+            Whether it has, as far as is known; true where the store cannot be asked.
+        """
+        store = self._store
         deadline = time.monotonic() + limit_s
         with contextlib.suppress(InputError):
-            while (
-                self._store is not None
-                and time.monotonic() < deadline
-                and not self._store.check([_REPORTED])
-            ):
+            while store is not None:
+                # Asked first: a report may come just before its rank ends.
+                last = in_vain() or time.monotonic() >= deadline
+                if store.check([_REPORTED]):
+                    return True
+                if last:
+                    return False
                 time.sleep(_PAUSE_S)
+        return True
 
     def _texts(self, keys: Sequence[str]) -> list[str]:
         """Returns the texts of keys; empty where there is none or the store cannot be asked."""

@@ -1,10 +1,11 @@
-"""Ends a worker after an error so that its exit code is its own.
+"""Ends a worker so that its exit code is its own.
 
 Backends complete collectives on threads of theirs. Where such a thread calls back
 into Python while the interpreter shuts down, the C++ runtime aborts the process and
-the exit code becomes 134. A worker that fails in mid-backward therefore runs what
-Python runs at exit, closes the files that are still open, as tearing the interpreter
-down would, and then leaves without that.
+the exit code becomes 134; gloo's do so where they let go of the last backward's work
+late (pytorch#190489), also after a good end. A worker therefore runs what Python
+runs at exit, closes the files that are still open, as tearing the interpreter down
+would, and then leaves without that.
 """
 
 from __future__ import annotations

@@ -91,8 +91,9 @@ def examine(path: Path) -> Library:
         UsageError: It is none that can be loaded.
     """
     if not path.is_file():
+        what = "that is a folder" if path.is_dir() else "there is no such file"
         raise UsageError(
-            f"--nccl {path}: there is no such file.",
+            f"--nccl {path}: {what}.",
             f"Name the {_SONAME} itself, as in .../nvidia/nccl/lib/{_SONAME}.",
         )
     resolved = str(path.resolve())

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import psutil
 
+from ddp_profiler.measure.out_of_memory import MemoryKills
+
 _SAME_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
 _LOOK_AGAIN_MS = 200
 _LOOK_FOR_S = 30.0
@@ -43,11 +45,13 @@ class SiblingEnd:
         rank: Global rank.
         pid: Its process.
         code: Exit code; below 0 the negative number of the signal; None where it is not known.
+        memory: What the kernel has counted of kills for lack of memory, in words; may be empty.
     """
 
     rank: int
     pid: int
     code: int | None
+    memory: str = ""
 
     @property
     def signal(self) -> str:
@@ -63,7 +67,8 @@ class SiblingEnd:
     def words(self) -> str:
         """What happened to it, to follow the rank's name."""
         if self.signal:
-            return f"was killed by {self.signal} (process {self.pid})"
+            memory = f", {self.memory}" if self.memory else ""
+            return f"was killed by {self.signal} (process {self.pid}){memory}"
         if self.code is None:
             return f"has died (process {self.pid}; its launcher tells of what)"
         return f"ended with exit code {self.code} (process {self.pid})"
@@ -91,6 +96,17 @@ class Siblings(threading.Thread):
         self._muted = False
         self._wake = -1
         self._parent = os.getppid()
+        self._memory = MemoryKills()
+
+    @property
+    def launcher(self) -> int:
+        """Process of the launcher."""
+        return self._parent
+
+    @property
+    def launcher_is_gone(self) -> bool:
+        """Whether the launcher has died; who has lost its parent gets another one."""
+        return os.getppid() != self._parent
 
     def begin(self) -> None:
         """Starts to watch, where this system can and there is somebody to watch."""
@@ -107,7 +123,7 @@ class Siblings(threading.Thread):
             on_end(end)
 
     def mute(self) -> None:
-        """Tells nobody any more: what others do from here on does not matter to this rank."""
+        """Tells of no failure any more: what others do from here on does not matter."""
         self._muted = True
 
     def stop(self) -> None:
@@ -192,14 +208,17 @@ class Siblings(threading.Thread):
                     return
                 rank = handles.pop(handle)
                 pid = self._pids[rank]
-                end = SiblingEnd(rank, pid, _exit_code(pid, handle))
+                code = _exit_code(pid, handle)
+                killed = code == -signal.SIGKILL
+                end = SiblingEnd(rank, pid, code, self._memory.words() if killed else "")
                 poll.unregister(handle)
                 os.close(handle)
                 with self._changed:
                     self._ends[rank] = end
                     self._changed.notify_all()
                     tell = self._on_end
-                if not self._muted:
+                # That another one is through is told all the same: this rank should be as well.
+                if not self._muted or code == 0:
                     # On a thread of its own: who is told may wait, and others may end meanwhile.
                     threading.Thread(target=tell, args=(end,), daemon=True).start()
 

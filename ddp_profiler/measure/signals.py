@@ -1,4 +1,4 @@
-"""Hears SIGINT and SIGTERM at once, whatever the main thread does.
+"""Hears SIGINT, SIGTERM and SIGHUP at once, whatever the main thread does.
 
 Python runs a signal's handler on the main thread between two of its own instructions. A rank that
 waits in a collective for a rank that is gone gets to none, and its launcher kills it after 30 s
@@ -19,7 +19,10 @@ from typing import Any, NoReturn
 from ddp_profiler.errors import EXIT_INTERRUPTED
 from ddp_profiler.measure.leave import leave_now
 
-HEARD = (signal.SIGINT, signal.SIGTERM)
+HEARD = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+"""SIGHUP comes when a terminal or a connection closes; the launcher passes it on."""
 
 
 class SignalWatch(threading.Thread):
@@ -50,6 +53,12 @@ class SignalWatch(threading.Thread):
         os.set_blocking(self._write, False)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in HEARD:
+            if (
+                number == getattr(signal, "SIGHUP", None)
+                and signal.getsignal(number) == signal.SIG_IGN
+            ):
+                # As nohup has it: the run is to go on.
+                continue
             # Without a handler of Python nothing is written. The thread does the work.
             self._before[number] = signal.signal(number, lambda *_: self._hold())
         # A process that is forked is not this rank, and shares the pipe.

@@ -164,7 +164,8 @@ class Evidence:
         cores, threads = self.environment.get("cores"), self.environment.get("threads_per_rank")
         if self.environment.get("device_type") != "cpu" or not isinstance(cores, int):
             return 1.0
-        return max(1.0, per_node * (threads if isinstance(threads, int) else 1) / cores)
+        # A description from elsewhere may say anything.
+        return max(1.0, per_node * (threads if isinstance(threads, int) else 1) / max(1, cores))
 
     def slower(self, target: Target) -> float:
         """Returns by how much compute slows down against the base level for want of cores."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_profiler.errors import InputError
-from ddp_profiler.record import paths, reader, writer
+from ddp_profiler.record import reader, writer
 from ddp_profiler.schema import SCHEMA_VERSION, LevelFacts, LevelSettings, RunInfo
 
 
@@ -69,7 +69,7 @@ def join_launches(
         stream = writer.SpanWriter(out, rank, joined.run_id)
         try:
             for index, (folder, info) in enumerate(zip(launches, infos, strict=True)):
-                if rank in paths.rank_files(folder):
+                if rank in reader.begun_records(folder)[0]:
                     columns = reader.read_rank_of(folder, rank, info.run_id).columns
                     stream.write_columns({**columns, "level": 0 * columns["level"] + index})
         finally:

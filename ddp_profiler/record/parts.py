@@ -145,7 +145,7 @@ def merge(folders: Sequence[Path], out: Path) -> Merged:
 
 
 def _checked_files(folder: Path, run_id: str) -> dict[int, Path]:
-    found = paths.rank_files(folder)
+    found, _ = reader.begun_records(folder)
     for rank, path in found.items():
         spans = reader.read_rank(folder, rank)
         if spans.run_id != run_id:

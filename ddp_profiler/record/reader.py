@@ -20,6 +20,9 @@ from ddp_profiler.schema import NULLABLE_SPAN_COLUMNS, SCHEMA_VERSION, RunInfo
 _MOST_RATIO = 256
 """How many times its size a condensed record may unpack to: columns of zeros pack well."""
 _MOST_AT_ALL = 16 << 20
+_CONTINUED = b"\xff\xff\xff\xff"
+"""Begins each message of an Arrow stream; four bytes of its length follow."""
+_MOST_OF_SCHEMA = 1 << 14
 _MOST_SHOWN = 200
 """Characters of a file's text, or of a library's error, in an error of ours."""
 
@@ -108,6 +111,34 @@ def _short(value: object) -> str:
     """Returns a value of a file for an error's line."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def begun_records(folder: Path) -> tuple[dict[int, Path], tuple[str, ...]]:
+    """Finds the rank files that can be read, and those that never came to hold anything.
+
+    Returns:
+        Files by rank; names of files that end before their schema does, as a rank leaves one
+        that is killed, or whose disk fills up, while it begins its record. Nothing is lost with
+        these, and what the other ranks have recorded is worth reading.
+    """
+    found = paths.rank_files(folder)
+    unbegun = {rank: path for rank, path in found.items() if _ends_before_its_schema(path)}
+    begun = {rank: path for rank, path in found.items() if rank not in unbegun}
+    return begun, tuple(path.name for path in unbegun.values())
+
+
+def _ends_before_its_schema(path: Path) -> bool:
+    try:
+        with checks.open_regular(path) as file:
+            head = file.read(8)
+            size = file.seek(0, 2)
+    except (InputError, OSError):
+        # Said where it is read.
+        return False
+    if len(head) < 8:
+        return _CONTINUED.startswith(head[:4])
+    length = int.from_bytes(head[4:], "little")
+    return head[:4] == _CONTINUED and size < 8 + length <= _MOST_OF_SCHEMA
 
 
 def read_rank(folder: Path, rank: int) -> RankSpans:

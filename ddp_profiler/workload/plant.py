@@ -18,17 +18,21 @@ PARTS = ("data", "forward", "between", "backward", "copy", "optimizer")
 LOSS_FACTORS = ("dp", "accumulation", "dp*accumulation")
 """Settings by which the loss can be multiplied; a number will do as well."""
 
-FATES = ("KILL", "TERM", "STOP", "raise", "memory", "loop")
-"""What can become of a rank: a signal, an exception, memory used up, or a loop without an end."""
+FATES = ("KILL", "TERM", "STOP", "raise", "memory", "fill", "loop")
+"""What can become of a rank: a signal, an exception, or a loop without an end.
+
+``memory`` is the exception of an allocator that gets no more; ``fill`` takes memory until the
+system ends the process, and needs a cgroup with a limit of its own.
+"""
 
 _FORM = (
     "Give it as part=PART,ms=MS[,rank=R][,every=N][,level_dp=N], as "
     "clock=MS,rank=R[,ppm=X][,real_ms=MS], as sync=always, as loss=FACTOR with "
-    f"{', '.join(LOSS_FACTORS)} or a number, or as fate=FATE,rank=R,phase=TEXT[,after_ms=MS] with "
-    f"{', '.join(FATES)}."
+    f"{', '.join(LOSS_FACTORS)} or a number, or as fate=FATE,rank=R,phase=TEXT[,after_ms=MS]"
+    f"[,note=FILE] with {', '.join(FATES)}."
 )
 _DELAY_KEYS = ("part", "ms", "rank", "every", "level_dp")
-_FATE_KEYS = ("fate", "rank", "phase", "after_ms")
+_FATE_KEYS = ("fate", "rank", "phase", "after_ms", "note")
 _CLOCK_KEYS = ("clock", "rank", "ppm", "real_ms")
 
 
@@ -108,12 +112,14 @@ class PlantedFate:
         rank: The rank.
         phase: A part of the name of the phase in which it comes.
         after_ms: How long after that phase has begun for the first time; phase or not by then.
+        note: File to which the phase that the rank is in by then is written, just before.
     """
 
     fate: str
     rank: int
     phase: str
     after_ms: float = 0.0
+    note: str = ""
 
 
 Planted = Plant | PlantedLoss | PlantedClock | PlantedSync | PlantedFate
@@ -128,7 +134,7 @@ def parse_plants(specs: Sequence[str]) -> tuple[Planted, ...]:
     """Reads faults: ``part=backward,ms=30[,rank=1][,every=10][,level_dp=2]`` and others.
 
     Others are ``loss=dp``, ``sync=always``, ``clock=5000,rank=1[,ppm=50][,real_ms=300]`` and
-    ``fate=KILL,rank=1,phase=instrumented[,after_ms=20]``.
+    ``fate=KILL,rank=1,phase=instrumented[,after_ms=20][,note=FILE]``.
 
     >>> parse_plants(["part=data,ms=20,rank=1", "loss=dp*accumulation"])[1].value(4, 2)
     8.0
@@ -236,7 +242,7 @@ def _parse_fate(spec: str) -> PlantedFate:
     after_ms = _number(spec, values, "after_ms")
     if after_ms < 0:
         raise _wrong(spec, f"after_ms={after_ms:g} is below 0")
-    return PlantedFate(values["fate"], rank, phase, after_ms)
+    return PlantedFate(values["fate"], rank, phase, after_ms, values.get("note", ""))
 
 
 def _parse_sync(spec: str, text: str) -> PlantedSync:

@@ -29,9 +29,10 @@ import numpy as np
 import pyarrow as pa
 
 from ddp_profiler.cli import error_text, main
+from ddp_profiler.condensing import condensed_file
 from ddp_profiler.errors import DdpProfilerError
-from ddp_profiler.record import reader, writer
-from ddp_profiler.record.writer import NULL, SPAN_SCHEMA
+from ddp_profiler.record import paths, reader, writer
+from ddp_profiler.record.writer import CONDENSED_SCHEMA, NULL, SPAN_SCHEMA
 from tests.unit import kineto, traced_job
 
 SEED = Path(__file__).with_name("seed_run.tar.gz")
@@ -196,7 +197,7 @@ def stream_bytes(columns, schema=SPAN_SCHEMA, metadata=None, options=None, batch
     return sink.getvalue()
 
 
-def mutate_columns(draw, columns):
+def mutate_columns(draw, columns, schema=SPAN_SCHEMA):
     """Changes rows of a rank's spans; what no longer fits its type wraps around."""
     columns = {name: values.astype(np.int64) for name, values in columns.items()}
     rows = len(columns["kind"])
@@ -234,7 +235,7 @@ def mutate_columns(draw, columns):
         rows = len(columns["kind"])
         if not rows:
             break
-    for one in SPAN_SCHEMA:
+    for one in schema:
         width = np.dtype(one.type.to_pandas_dtype())
         null = columns[one.name] == NULL
         wrapped = columns[one.name].astype(width).astype(np.int64)
@@ -395,6 +396,19 @@ def change_rank_file(draw, seeds, work):
             )
 
 
+def change_condensed_file(draw, seeds, work):
+    """One rank's file condensed, as it comes from another node, and changed."""
+    rank = draw.randrange(2)
+    path = work / f"rank-{rank:05d}.arrows"
+    path.write_bytes(condensed_file(work, rank))
+    if draw.random() < 0.4:
+        path.write_bytes(mutate_bytes(draw, path.read_bytes(), (b"", path.read_bytes()[:2000])))
+        return
+    columns = mutate_columns(draw, reader.read_rank(work, rank).columns, CONDENSED_SCHEMA)
+    with contextlib.suppress(pa.ArrowInvalid, OverflowError):
+        path.write_bytes(writer.condensed_stream(rank, seeds.run_id, columns))
+
+
 def target_analyze(draw, seeds):
     """run.json, to the table and the JSON."""
     work = fresh(seeds)
@@ -407,6 +421,29 @@ def target_spans(draw, seeds):
     work = fresh(seeds)
     change_rank_file(draw, seeds, work)
     return ["analyze", str(work), *(["--json"] if draw.random() < 0.3 else [])]
+
+
+def target_condensed(draw, seeds):
+    """Condensed records, beside whole ones or not, to all that reads them."""
+    work = fresh(seeds)
+    for rank in (0, 1):
+        if draw.random() < 0.5:
+            paths.rank_file(work, rank).write_bytes(condensed_file(work, rank))
+    change_condensed_file(draw, seeds, work)
+    out = seeds.home / "joined"
+    shutil.rmtree(out, ignore_errors=True)
+    return draw.choice(
+        (
+            ["analyze", str(work)],
+            ["analyze", str(work), "--json"],
+            ["page", str(work)],
+            ["predict", str(work), "--dp", "4", *WIDE],
+            ["trace", str(work), "--jobs", "1"],
+            ["tables", str(work)],
+            # The whole records beside it.
+            ["merge", str(work), str(seeds.run), "--out", str(out)],
+        )
+    )
 
 
 def target_page(draw, seeds):
@@ -542,6 +579,7 @@ def target_odd_files(draw, seeds):
 TARGETS = {
     "run.json": (target_analyze, 3),
     "spans": (target_spans, 4),
+    "condensed": (target_condensed, 3),
     "page": (target_page, 2),
     "predict": (target_predict, 1),
     "compare": (target_compare, 1),
@@ -570,6 +608,8 @@ def call(arguments):
         try:
             if arguments[0] == "page":
                 _page(Path(arguments[1]))
+            elif arguments[0] == "tables":
+                _tables(Path(arguments[1]))
             elif arguments[0] == "summary":
                 reader.read_summary(Path(arguments[1]))
             else:
@@ -587,6 +627,14 @@ def _page(folder):
 
     found = load_report(folder)
     print(render.render(found.summary, found.details, found.outlook))
+
+
+def _tables(folder):
+    import ddp_profiler
+
+    run = ddp_profiler.load_run(folder)
+    for table in (run.collectives, run.buckets, run.steps, run.ranks, run.rank_heat_map):
+        table()
 
 
 def judge(arguments, code, out, err, warned=()):

@@ -1,5 +1,7 @@
 """A rank dies in each phase: the run ends, says who, of what and where, and keeps what it had."""
 
+import re
+
 import pytest
 
 from tests.faults.conftest import check_end, check_kept, faultkit, study
@@ -46,3 +48,25 @@ def test_a_rank_dies(tmp_path, name):
     if name in ("measured", "AllReduce", "gathering", "writing"):
         # Warm-up and at least a block were whole before.
         assert kept.on_disk > 2 * 3
+
+
+def test_the_kernel_ends_a_rank_for_lack_of_memory(tmp_path):
+    folder, note = tmp_path / "run", tmp_path / "note"
+    with faultkit.memory_limited_to(2 << 30) as group:
+        if group is None:
+            pytest.skip("no memory cgroup can be made here: it takes root and a delegated cgroup")
+        spec = f"fate=fill,rank=1,phase=instrumented,note={note}"
+        # A busy machine may take longer to hand out 2 GB than the other rank waits by default here.
+        ended = study(folder, "--plant", spec, "--timeout", "60", within=group)
+    check_end(ended)
+    assert note.read_text() == "level dp2, instrumented block 2"
+    killed = (
+        r"^ddp_profiler\.run: rank 1 on \S+ was killed by SIGKILL \(process \d+\), out of memory: "
+        r"the kernel has just enforced the limit of 2\.1 GB of its cgroup in level dp2, instr"
+        r".*\nGive the job more memory"
+    )
+    assert re.search(killed, ended.ours, re.MULTILINE), ended.ours
+    assert "mostly comes from" not in ended.ours
+    kept = faultkit.kept(folder)
+    check_kept(kept)
+    assert "out of memory" in kept.info["failures"][0]["message"]

@@ -14,12 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from ddp_profiler.analysis.soundness import contradictions, examine
 from ddp_profiler.errors import InputError
 from ddp_profiler.load import load_report, load_summary
 from ddp_profiler.record import checks, parts, paths, reader, writer
 from ddp_profiler.report import plots
 from ddp_profiler.report.page import render
-from ddp_profiler.schema import CONDENSED_COLUMNS, SPAN_COLUMNS, SpanKind
+from ddp_profiler.schema import CONDENSED_COLUMNS, SPAN_COLUMNS, SpanKind, Variant
 from tests.faults import hostile_inputs as hostile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,8 @@ def test_generated_inputs():
         "spans:103605",
         "traces:103840",
         "spans:13365",
+        "run.json:4872",
+        "predict:8277",
         "compare:2759",
         "captured:4983",
         "odd files:1666",
@@ -111,6 +114,10 @@ def flip_part(columns):
     columns["end_ns"][spans(columns, SpanKind.FORWARD)[5]] ^= 1 << 33
 
 
+def early_part(columns):
+    columns["begin_ns"][spans(columns, SpanKind.FORWARD)[5]] -= 1 << 33
+
+
 def longer_part(columns):
     """Within the step, so that only the sum of the parts gives it away."""
     at = spans(columns, SpanKind.FORWARD)[5]
@@ -120,13 +127,15 @@ def longer_part(columns):
 
 
 def swapped_steps(columns):
-    first, second = spans(columns, SpanKind.STEP)[[-2, -1]]
+    steps = spans(columns, SpanKind.STEP)
+    # No figure is of those under torch.profiler, which are not looked at.
+    first, second = steps[columns["variant"][steps] == Variant.INSTRUMENTED][[-2, -1]]
     for name in ("begin_ns", "end_ns"):
         columns[name][[first, second]] = columns[name][[second, first]]
 
 
 def foreign_level(columns):
-    columns["level"][-3:] = 7
+    columns["level"][:3] = 7
 
 
 @pytest.mark.parametrize(
@@ -134,6 +143,7 @@ def foreign_level(columns):
     [
         (flip_step, "contradicts itself"),
         (flip_part, "contradicts itself"),
+        (early_part, "outside of their step"),
         (longer_part, "together are longer than the step"),
         (swapped_steps, "go back in time"),
         (foreign_level, "levels that the run has not"),
@@ -197,6 +207,67 @@ def test_a_rank_given_twice_is_noticed(seeds):
     (work / "rank-000001.arrows").write_bytes(whole)
     assert set(paths.rank_files(work)) == {0, 1}
     assert paths.rank_files(work)[1].name == "rank-00001.arrows"
+    paths.rank_file(work, 1).unlink()
+    assert set(paths.rank_files(work)) == {0}
+
+
+def test_a_rank_that_the_run_has_not_is_refused(seeds):
+    work = hostile.fresh(seeds)
+    shutil.copy(paths.rank_file(work, 1), paths.rank_file(work, 2))
+    with pytest.raises(InputError, match="a rank that the run of 2 ranks does not have"):
+        load_summary(work)
+
+
+def test_times_that_are_rounded_are_no_copies():
+    """Made by hand, as for a test, records of several ranks may have the same times."""
+    made = {name: np.zeros(8, np.int64) for name, _ in SPAN_COLUMNS}
+    made["kind"][:] = SpanKind.STEP
+    made["step"][:] = np.arange(8)
+
+    def notes(unit):
+        made["begin_ns"][:] = np.arange(8) * unit
+        made["end_ns"][:] = made["begin_ns"] + unit
+        return contradictions(dict.fromkeys((0, 1), examine(made, 1)))
+
+    assert notes(10**6) == ()
+    assert "one is a copy" in notes(10**6 + 1)[0]
+
+
+@pytest.mark.parametrize("size", [0, 3, 6, 8, 100])
+def test_a_record_that_was_never_begun_is_a_missing_one(seeds, size):
+    """A rank that was killed, or whose disk was full, before its schema was written."""
+    work = hostile.fresh(seeds)
+    path = paths.rank_file(work, 1)
+    data = path.read_bytes()
+    path.unlink()
+    without = load_summary(work)
+    path.write_bytes(data[:size])
+    summary = load_summary(work)
+    assert summary.run.partial
+    assert summary.levels == without.levels
+    lost, note = summary.notes[:2]
+    assert (lost, *summary.notes[2:]) == without.notes
+    assert "rank 1 is missing" in lost
+    assert note.endswith("ends before anything was recorded: rank-00001.arrows.")
+    assert hostile.call(["trace", str(work), "--jobs", "1"])[0] == 0
+    other = seeds.home / "other part"
+    shutil.rmtree(other, ignore_errors=True)
+    shutil.copytree(seeds.run, other)
+    merged = parts.merge((work, other), seeds.home / f"whole {size}")
+    assert merged.missing == ()
+    assert load_summary(seeds.home / f"whole {size}").notes == load_summary(seeds.run).notes
+
+
+def test_nothing_but_records_that_were_never_begun(seeds):
+    work = hostile.fresh(seeds)
+    for rank in (0, 1):
+        paths.rank_file(work, rank).write_bytes(b"")
+    with pytest.raises(InputError, match="nothing was measured"):
+        load_summary(work)
+    # What is damaged is no such file.
+    paths.rank_file(work, 1).write_bytes(b"\0" * 100)
+    with pytest.raises(InputError, match=r"rank-00001\.arrows is not a span stream"):
+        load_summary(work)
 
 
 @pytest.mark.parametrize("version", [0, 2, 99, "1", True, 1.0, None])
@@ -354,6 +425,8 @@ def test_writers_replace_links_instead_of_following_them(seeds):
         (work / name).symlink_to(own)
     found = load_report(seeds.run)
     page = render.save(found.summary, found.details, found.outlook, work)
+    # The name of a file that is not whole yet can be guessed.
+    paths.half_written(paths.summary_file(work), os.getpid()).symlink_to(own)
     writer.write_json(paths.summary_file(work), {"schema_version": 1})
     (work / "plots").mkdir()
     (work / "plots" / "step_parts.png").symlink_to(own)

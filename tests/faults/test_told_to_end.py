@@ -100,14 +100,21 @@ def test_a_scripts_rank_is_killed_and_torchrun_starts_again(tmp_path):
     script, folder = tmp_path / "train.py", tmp_path / "run"
     script.write_text(SCRIPT)
     ours = ("-m", "ddp_profiler.run", "--steps", "10", "--warmup", "4", "--out", folder)
-    ended = faultkit.launch(
-        [*ours, script, "60", "kill"], folder, limit_s=LIMIT_S, options=["--max-restarts=1"]
-    )
-    assert ended.code == 0, ended.err[-3000:]
-    assert ended.left == []
+    first, second = folder, tmp_path / "run-attempt2"
+    # Torchrun ends the other rank within a tenth of a second. On a busy machine that may not get
+    # to a word in so little (seen once); not three times.
+    for _ in range(3):
+        ended = faultkit.launch(
+            [*ours, script, "60", "kill"], folder, limit_s=LIMIT_S, options=["--max-restarts=1"]
+        )
+        assert ended.code == 0, ended.err[-3000:]
+        assert ended.left == []
+        if "rank 1 " in ended.ours:
+            break
+        for attempt in (first, second):
+            shutil.rmtree(attempt)
     assert "rank 1 " in ended.ours
     assert "was killed by SIGKILL" in ended.ours
-    first, second = folder, tmp_path / "run-attempt2"
     assert f"kept: ddp-profiler analyze {first}" in ended.ours
     one, two = faultkit.kept(first), faultkit.kept(second)
     check_kept(one)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_profiler.measure import collectives, ddp_adapter
 from ddp_profiler.measure.backward import BackwardWatch
 from ddp_profiler.measure.clock import HostTimeline
+from ddp_profiler.measure.leave import leave
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.schema import SpanKind, Variant
 from tests.integration.sync_norm import SyncNorm
@@ -368,6 +369,7 @@ def main():
             sys.stdout.flush()
             dist.barrier()
     dist.destroy_process_group()
+    leave(0)  # Torch's own threads could abort the interpreter's end.
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 from ddp_profiler.measure import isolation, proof
 from ddp_profiler.measure.batches import Batches
 from ddp_profiler.measure.gradients import checksum
+from ddp_profiler.measure.leave import leave
 from ddp_profiler.schema import LevelSettings
 from ddp_profiler.workload import Workload, build
 
@@ -284,6 +285,7 @@ def main():
     cases.trains_on()
     dist.barrier()
     dist.destroy_process_group()
+    leave(0)  # Torch's own threads could abort the interpreter's end.
 
 
 if __name__ == "__main__":

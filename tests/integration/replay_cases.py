@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_profiler.measure.clock import HostTimeline
+from ddp_profiler.measure.leave import leave
 from ddp_profiler.measure.marks import Recorder
 from ddp_profiler.measure.scripts.attachment import Attachment
 from ddp_profiler.measure.scripts.kept_step import KeptStep
@@ -298,6 +299,7 @@ def main(folder):
         # Without it another case's files could be written before they are read.
         dist.barrier()
     dist.destroy_process_group()
+    leave(0)  # Torch's own threads could abort the interpreter's end.
 
 
 if __name__ == "__main__":

@@ -155,3 +155,19 @@ def test_orders_balance_place_and_predecessor(overhead, number):
     follows = sorted(pair for order in made for pair in itertools.pairwise(order))
     pairs = [(a, b) for a in range(number) for b in range(number) if a != b]
     assert follows == sorted(pairs * times)
+
+
+@pytest.mark.distributed
+def test_gathering_brings_all_files_both_ways(tmp_path):
+    file = tmp_path / "figures.json"
+    words = ["--ranks", "3", "--steps", "20", "--rounds", "2", "--json", file]
+    done = run_command([ROOT / "benchmarks" / "gathering.py", *words])
+    assert done.code == 0, done.err[-3000:]
+    found = json.loads(file.read_text())["gathered"]
+    assert [row["way"] for row in found] == ["whole", "condensed"] * 2
+    assert not any(row["failed"] for row in found)
+    sizes = {
+        way: {row["bytes"] for row in found if row["way"] == way} for way in ("whole", "condensed")
+    }
+    (whole,), (condensed,) = sizes["whole"], sizes["condensed"]
+    assert whole > 4 * condensed > 0

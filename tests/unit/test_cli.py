@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from ddp_profiler import cli, run
 from ddp_profiler.cli import worker_options
+from ddp_profiler.errors import InputError
 from ddp_profiler.record import parts
 from ddp_profiler.report import console
 from ddp_profiler.report.text import for_encoding
@@ -138,3 +140,24 @@ def test_help_fits_a_terminal():
 def test_what_is_said_is_safe_for_a_terminal(capsys):
     run._say("model \x1b[31m\nsecond line")
     assert capsys.readouterr().err == "ddp_profiler.run: model \\x1b[31m\nsecond line\n"
+
+
+@pytest.mark.parametrize("options", [(), ("-u",)])
+def test_what_a_rank_says_is_one_write(options):
+    # Ranks share stderr: of a line in two pieces the second may come after another rank's.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        subprocess.run(
+            [sys.executable, *options, "-c", "from ddp_profiler import run; run._say('one\\ntwo')"],
+            stderr=theirs,
+            timeout=60,
+            check=True,
+        )
+        assert ours.recv(1000) == b"ddp_profiler.run: one\ntwo\n"
+
+
+def test_nobody_reads_what_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", None)
+    run._say("text")
+    assert run._complain(InputError("text"), speaks=True) == 3
+    assert capsys.readouterr().out == ""

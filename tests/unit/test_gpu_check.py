@@ -1,6 +1,8 @@
 """benchmarks/gpu_check.py: bounds, table, file and time, and marks among recorded kernels."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +53,7 @@ def test_exit_codes():
     assert gpu_check.exit_code([ok, left_out], rehearsal=False) == 0
     assert gpu_check.exit_code([ok, missed], rehearsal=False) == 1
     assert gpu_check.exit_code([ok, failed], rehearsal=False) == 1
+    assert gpu_check.exit_code([left_out], rehearsal=False) == 1
     # On a CPU figures say nothing, but what does not run is a fault of the program.
     assert gpu_check.exit_code([ok, missed], rehearsal=True) == 0
     assert gpu_check.exit_code([ok, failed], rehearsal=True) == 1
@@ -74,12 +77,20 @@ def test_the_time_for_all_is_kept():
     assert sum(took.values()) <= 80
 
 
+_TOLD_TO_END = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("it ends its ranks", flush=True), sys.exit()))
+time.sleep(60)
+"""
+"""As torchrun: were it killed at once, its ranks would stay."""
+
+
 @pytest.mark.parametrize(
     ("code", "limit_s", "words"),
     [
         ("print('fine')", 20, ""),
         ("print('why'); raise SystemExit(3)", 20, "ended with 3: why"),
-        ("import time; print('begun', flush=True); time.sleep(60)", 1.0, "did not end within 1 s"),
+        (_TOLD_TO_END, 1.0, "did not end within 1 s: it ends its ranks"),
     ],
 )
 def test_a_check_ends_in_time_and_says_why(tmp_path, code, limit_s, words):
@@ -126,6 +137,18 @@ def test_a_table_is_made_from_a_file(tmp_path, capsys, monkeypatch):
     assert lines[-2] == "1 ok, 1 not run"
 
 
+@pytest.mark.parametrize(("file", "words"), [("", "is a folder"), ("no/f.json", "not exist")])
+def test_a_file_that_cannot_be_written_is_refused_before_minutes_are_spent(
+    file, words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(gpu_check, "probe", lambda: pytest.fail("it began"))
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--json", str(tmp_path / file)])
+    with pytest.raises(SystemExit) as raised:
+        gpu_check.main()
+    assert raised.value.code == 2
+    assert words in capsys.readouterr().err
+
+
 def test_without_a_gpu_one_line_and_code_2(monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "probe", lambda: {"torch": "2.13.0+cpu", "gpus": []})
     monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
@@ -154,6 +177,33 @@ def test_the_shell_script_passes_its_words_on():
     )
     assert done.code == 0
     assert "--device" in done.out
+
+
+def test_a_python_that_lacks_what_the_program_itself_needs_gets_one_line():
+    """As a bare machine has it: not even numpy."""
+    code = (
+        "import runpy, sys; sys.modules['numpy'] = None; sys.path.insert(0, sys.argv[1]); "
+        "runpy.run_path(sys.argv[2])"
+    )
+    done = run_command(["-c", code, SCRIPT.parent, SCRIPT])
+    assert (done.code, done.out) == (2, "")
+    assert len(done.err.splitlines()) == 1
+    assert "lacks numpy" in done.err
+    assert str(SCRIPT.parents[1]) in done.err
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", "/bin/false"])
+def test_the_shell_script_refuses_what_is_no_python(python):
+    done = subprocess.run(
+        [SCRIPT.with_suffix(".sh")],
+        env={**os.environ, "PYTHON": python},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    last = done.stderr.splitlines()[-1]
+    assert f"gpu_check: {python} is no Python 3.11 or later" in last
 
 
 class Trace:
@@ -188,6 +238,7 @@ def test_a_mark_lies_at_the_end_of_what_was_launched_before_it():
     trace.mark(4, 46, "side")
     # Another stream computes little, and holds no mark up.
     trace.work(50, 3200, 20000.5, stream=9, name="gemm")
+    trace.mark(6, 52)
     trace.work(55, 9000, 29000)
     trace.mark(5, 60)
     assert parts.place_marks(trace.events) == {
@@ -196,6 +247,7 @@ def test_a_mark_lies_at_the_end_of_what_was_launched_before_it():
         3: 3_200_000,
         4: 9_000_000,
         5: 29_000_000,
+        6: 3_200_000,
     }
 
 
@@ -205,7 +257,9 @@ def test_collectives_on_two_streams_are_all_waited_for():
     trace.work(10, 100, 9000, stream=20, name="ncclDevKernel_AllReduce_Sum_f32_RING_LL")
     trace.work(20, 110, 1100, stream=21, name="ncclDevKernel_AllReduce_Sum_f32_RING_LL")
     trace.mark(0, 30, "side")
-    assert parts.place_marks(trace.events) == {0: 9_000_000}
+    # The stream that computes is not the busiest one, where communication takes longer.
+    trace.mark(1, 31)
+    assert parts.place_marks(trace.events) == {0: 9_000_000, 1: 60_000}
 
 
 def test_a_rank_alone_has_no_collectives_to_wait_for():
@@ -297,6 +351,16 @@ def test_peaks_beside_the_data_sheet(flops, rate, verdicts):
     assert not [r for r in parts.rows_of_peaks(peaks, None) if r.get("high")]
 
 
+@pytest.mark.parametrize(
+    ("mfu", "verdict"), [(0.4, "ok"), (1.2, "MISSED"), (1e-5, "MISSED"), (None, "not run")]
+)
+def test_a_share_of_peak_that_cannot_be_is_seen(mfu, verdict):
+    level = SimpleNamespace(id="dp1", mfu=mfu)
+    (found,) = gpu_check.read_rows("study", json.dumps(parts.rows_of_share(level, "bf16 peak")))
+    assert found.verdict == verdict
+    assert mfu is None or found.figure == pytest.approx(mfu * 100)
+
+
 def test_weights_to_the_bit():
     one, two = ["weights 0 aa 1.0", "weights 1 aa 1.0"], ["weights 0 ab 1.0", "weights 1 ab 1.0"]
 
@@ -331,3 +395,10 @@ def test_a_level_whose_parts_do_not_sum_is_seen():
     assert rows(0.9)[1] == "MISSED"
     assert rows(0.1, observed=4)[2] == "MISSED"
     assert rows(0.1, unexplained=True)[3] == "MISSED"
+
+
+def test_what_is_no_number_has_failed():
+    text = '[{"what": "w", "figure": NaN, "high": 2}, {"what": "w", "figure": 1.0, "high": 2}]'
+    rows = gpu_check.read_rows("c", text)
+    assert [row.verdict for row in rows] == ["FAILED", "ok"]
+    assert (rows[0].figure, rows[0].note) == (None, "nan is no figure")

@@ -294,3 +294,12 @@ def test_a_board_whose_store_is_gone_knows_its_own_rank_only():
     assert board.note("forward", "boom") == (Failure(1, "forward", "boom", "b"),)
     assert board.settle(0.01)[1] == ()
     board.await_report(30)
+    # As if rank 0 had: nothing is taken over where nothing is known.
+    assert board.await_report(30, lambda: True)
+    assert board.phase_of(0) == "a phase that is not known"
+    raw.silent = False
+    answers = FailureBoard(BoundedStore(raw, 5, "x"), 1, ["a", "b"])
+    assert answers.phase_of(0) == "start-up"
+    assert not answers.await_report(30, lambda: True)
+    answers.mark_reported()
+    assert answers.await_report(30, lambda: True)

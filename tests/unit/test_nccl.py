@@ -66,7 +66,7 @@ def test_a_build_that_does_not_say_its_cuda(folder):
     ("make", "words"),
     [
         (lambda at: at / "nowhere", "there is no such file"),
-        (lambda at: at, "there is no such file"),
+        (lambda at: at, "that is a folder"),
         (lambda at: _text(at), "is no NCCL that can be loaded"),
         (lambda at: compile_library(at / "other.so", "int one;"), "ncclGetVersion"),
         (lambda at: fake_nccl(at / "broken", code=5), "ncclGetVersion failed"),

@@ -3,13 +3,16 @@
 import json
 import queue
 import shutil
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 
-from ddp_profiler.analysis import statistics, stragglers
+from ddp_profiler.analysis import findings, statistics, stragglers
+from ddp_profiler.analysis.collectives import derive_collectives
 from ddp_profiler.analysis.condensed import condense
+from ddp_profiler.analysis.parts import derive_steps
 from ddp_profiler.condensing import condensed_file, to_send
 from ddp_profiler.config import StudyConfig
 from ddp_profiler.errors import InputError, UsageError
@@ -17,7 +20,8 @@ from ddp_profiler.load import load_report, load_summary
 from ddp_profiler.measure import collect
 from ddp_profiler.record import paths, reader
 from ddp_profiler.record.parts import PartWriter, merge
-from ddp_profiler.schema import SpanKind
+from ddp_profiler.record.writer import SpanWriter
+from ddp_profiler.schema import SpanKind, Variant
 from tests.integration.conftest import load_benchmark
 from tests.unit.ranks_as_threads import Store, at_once
 from tests.unit.span_columns import MS, NULL, Spans
@@ -86,6 +90,57 @@ def test_a_node_that_is_late_as_a_whole_is_named(tmp_path, clocks):
     assert found.expected_gain_ms == pytest.approx(truth["late"][0]["delay_ms"], abs=0.5)
 
 
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    """A level in which node 1 of 3 is 12 ms late in forward."""
+    folder = tmp_path_factory.mktemp("slow") / "run"
+    synthetic.write_run(folder, synthetic.slow_node(RANKS, 30))
+    return load_summary(folder).levels[0]
+
+
+def of_nodes(level, **changes):
+    return list(findings._about_nodes(replace(level, **changes)))
+
+
+def test_a_slow_node_is_named_above_bounds_only(slow):
+    (found,) = of_nodes(slow)
+    gap = found.expected_gain_ms
+    # Twice the uncertainty of clocks, and 2 % of the step.
+    assert of_nodes(slow, clock_uncertainty_ms=0.49 * gap)
+    assert not of_nodes(slow, clock_uncertainty_ms=0.51 * gap)
+    step = slow.instrumented_step_ms
+    assert of_nodes(slow, instrumented_step_ms=replace(step, mean=49 * gap))
+    assert not of_nodes(slow, instrumented_step_ms=replace(step, mean=51 * gap))
+    # A node of one rank has a straggler, and one that another one is as slow as costs nothing.
+    alone = [r for r in slow.ranks if r.node != 1 or r.rank == 8]
+    assert not of_nodes(slow, ranks=tuple(alone))
+    both = {**slow.lateness.fixed_ms, RANKS - 1: max(slow.lateness.fixed_ms.values())}
+    assert not of_nodes(slow, lateness=replace(slow.lateness, fixed_ms=both))
+
+
+def with_forward_ms(level, excess):
+    """Node 1 spends so much more in forward than others, and is as late as before."""
+    return tuple(
+        replace(r, breakdown_ms={**r.breakdown_ms, "forward": 30.0 + excess * (r.node == 1)})
+        for r in level.ranks
+    )
+
+
+def test_a_node_that_works_no_longer_than_others_is_not_blamed(slow):
+    """As over a slow link, which gives its ranks the end of each reduction later."""
+    assert not of_nodes(slow, ranks=with_forward_ms(slow, 0.0))
+    assert not of_nodes(slow, ranks=with_forward_ms(slow, 5.0))
+    (found,) = of_nodes(slow, ranks=with_forward_ms(slow, 7.0))
+    assert "most of it in forward, 7.0" in found.evidence
+    # Where it has half of the lag in several parts only, none is named.
+    ranks = tuple(
+        replace(r, breakdown_ms={**r.breakdown_ms, "data": 1.0 + 4.0 * (r.node == 1)})
+        for r in with_forward_ms(slow, 4.0)
+    )
+    (found,) = of_nodes(slow, ranks=ranks)
+    assert "most of it" not in found.evidence
+
+
 def test_parts_are_those_that_were_planted(run):
     folder, truth = run
     parts = load_summary(folder).levels[0].breakdown_ms
@@ -115,6 +170,28 @@ def test_condensed_records_give_the_same_summary_and_are_small(run, tmp_path):
         assert reader.read_rank(small, rank).condensed
         assert not reader.read_rank(folder, rank).condensed
         assert 10 * paths.rank_file(small, rank).stat().st_size < path.stat().st_size
+
+
+def test_a_record_contradicts_itself_alike_whole_condensed_and_beside_condensed_ones(tmp_path):
+    """Nothing is lost with what condensing merges (collectives) or leaves out (torch.profiler)."""
+    whole = tmp_path / "whole"
+    synthetic.write_run(whole, synthetic.planted(4, 10))
+    columns = {name: np.array(v) for name, v in reader.read_rank(whole, 1).columns.items()}
+    gradients = np.flatnonzero(columns["kind"] == SpanKind.GRADIENT)
+    columns["level"][gradients[-2:]] = 7
+    traced = columns["variant"] == Variant.WARMUP
+    columns["variant"][traced] = Variant.KINETO
+    columns["begin_ns"][traced & (columns["kind"] == SpanKind.DATA)] -= 1_000 * MS
+    for rank in (1, 3):
+        rewrite(whole, rank, columns)
+    small = condensed_copy(whole, tmp_path / "small")
+    assert Variant.KINETO not in reader.read_rank(small, 1).columns["variant"]
+    mixed = shutil.copytree(small, tmp_path / "mixed")
+    shutil.copy(paths.rank_file(whole, 3), mixed)
+    told = "The records of ranks 1, 3 have the same times to the ns"
+    assert any(told in note for note in load_summary(whole).notes)
+    assert any("spans of levels that the run has not" in n for n in load_summary(whole).notes)
+    assert figures(whole) == figures(small) == figures(mixed)
 
 
 def test_report_of_condensed_records_shows_buckets_as_one(run, tmp_path):
@@ -196,9 +273,18 @@ def test_record_that_was_cut_or_damaged_is_sent_as_it_is(tmp_path):
     assert to_send(folder, 1, "condensed", 1) == b"no stream"
 
 
+def rewrite(folder, rank, columns):
+    stream = SpanWriter(folder, rank, reader.read_run_info(folder).run_id)
+    stream.write_columns(columns)
+    stream.close()
+
+
 def test_merge_takes_the_whole_record_where_the_other_one_is_condensed(tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "out"
     synthetic.write_run(whole, synthetic.planted(2, 10))
+    columns = {name: np.array(v) for name, v in reader.read_rank(whole, 0).columns.items()}
+    columns["variant"][columns["variant"] == Variant.WARMUP] = Variant.KINETO
+    rewrite(whole, 0, columns)
     small = condensed_copy(whole, tmp_path / "small")
     for given in ([small, whole], [whole, small]):
         shutil.rmtree(out, ignore_errors=True)
@@ -207,6 +293,12 @@ def test_merge_takes_the_whole_record_where_the_other_one_is_condensed(tmp_path)
             assert (
                 paths.rank_file(out, rank).read_bytes() == paths.rank_file(whole, rank).read_bytes()
             )
+    # Not of a record with a collective more, though all else is equal.
+    fewer = np.flatnonzero(columns["kind"] == SpanKind.GRADIENT)[-1]
+    rewrite(whole, 0, {name: np.delete(v, fewer) for name, v in columns.items()})
+    with pytest.raises(InputError, match="Rank 0 has two different files"):
+        merge([whole, small], tmp_path / "no")
+    rewrite(whole, 0, columns)
     other = tmp_path / "other"
     synthetic.write_run(other, synthetic.planted(2, 10, jitter_ms=0.5))
     shutil.copy(paths.rank_file(other, 1), small)
@@ -234,6 +326,26 @@ def test_condensed_row_by_hand():
     assert (found["busy_ns"], found["overlapped_ns"]) == ([70 * MS], [40 * MS])
     assert len(columns["kind"]) == 4
     assert condense(columns) is columns
+    assert derive_steps(0, columns, 0, Variant.INSTRUMENTED).unnoticed == 1
+    twice = Spans().step(0, 100).backward(10, 60, 90).gradient(20, None).gradient(30, None)
+    assert derive_steps(0, twice.columns(), 0, Variant.INSTRUMENTED).unnoticed == 2
+
+
+@pytest.mark.parametrize("local_end", [40, 60])
+def test_collectives_of_a_condensed_record_are_one_with_the_same_bounds(local_end):
+    """Where a mark lies before the last hand-over, the next one ends local backward."""
+    spans = Spans().step(0, 100).backward(10, local_end, 90)
+    spans.add(SpanKind.LOCAL_BACKWARD_END, 70, 70)
+    spans.gradient(20, 40, nbytes=10, index=0).gradient(50, 80, nbytes=30, index=1)
+    whole, small = (
+        derive_collectives(columns, 0, Variant.INSTRUMENTED, np.array([0]))
+        for columns in (spans.columns(), condense(spans.columns()))
+    )
+    assert (len(whole), len(small)) == (2, 1)
+    hidden = 60 if local_end == 60 else 70
+    assert whole.hidden_until_ms.tolist() == [40, hidden]
+    assert (small.begin_ms, small.hidden_until_ms, small.end_ms) == (20, hidden, 80)
+    assert (small.nbytes, small.noticed) == (40, True)
 
 
 def test_condensed_rows_are_one_a_ddp_and_micro_step_and_keep_lost_ends():

@@ -1,5 +1,6 @@
 """Ends of other processes of the same launcher, real ones, and what is planted for tests."""
 
+import dataclasses
 import os
 import queue
 import signal
@@ -10,6 +11,7 @@ import time
 import pytest
 
 from ddp_profiler.errors import UsageError
+from ddp_profiler.measure import planted_fate
 from ddp_profiler.measure.planted_fate import Fates
 from ddp_profiler.measure.siblings import SiblingEnd, Siblings
 from ddp_profiler.workload.plant import PlantedFate, parse_plants
@@ -99,3 +101,25 @@ def test_a_fate_comes_once_on_its_rank_in_its_phase_and_attempt():
         fates.phase_begins("level dp2, warmup block 0")
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_fate_notes_the_phase_it_comes_in(tmp_path):
+    (fate,) = parse_plants([f"fate=KILL,rank=0,phase=warmup,note={tmp_path / 'note'}"])
+    fates = Fates([dataclasses.replace(fate, fate="raise")], 0, {})
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        fates.phase_begins("start-up")
+        assert not (tmp_path / "note").exists()
+        with pytest.raises(ValueError, match="planted exception"):
+            fates.phase_begins("level dp2, warmup block 0")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (tmp_path / "note").read_text() == "level dp2, warmup block 0"
+
+
+@pytest.mark.parametrize("limit", [None, 1 << 60])
+def test_memory_is_not_filled_without_a_limit(monkeypatch, limit):
+    monkeypatch.setattr(planted_fate, "limit_bytes", lambda: limit)
+    with pytest.raises(UsageError, match="nothing limits it"):
+        Fates([PlantedFate("fill", 0, "warmup")], 0, {})
+    Fates([PlantedFate("fill", 0, "warmup")], 1, {})
