@@ -44,6 +44,8 @@ def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
         timeout=_SECONDS_A_CELL,
         kernel_name="python3",
         record_timing=False,
+        # Otherwise what one cell prints is cut by the clock.
+        coalesce_streams=True,
         resources={"metadata": {"path": str(place)}},
     )
     client.execute()

@@ -95,6 +95,14 @@ def test_a_claim_that_does_not_hold_is_seen(tmp_path):
         kept.execute(path, tmp_path)
 
 
+@pytest.mark.distributed
+def test_what_a_slow_cell_prints_is_one_output(tmp_path):
+    # A kernel hands over what was printed every 0.2 s, so that a busy machine cuts it anywhere.
+    source = "import time\nprint(1, flush=True)\ntime.sleep(1)\nprint(2)"
+    fresh = kept.execute(written(tmp_path, source), tmp_path)
+    assert [out.text for out in fresh.cells[0].outputs] == ["1\n2\n"]
+
+
 def test_what_tells_of_the_machine_is_seen():
     def outputs(text):
         shown = nbformat.v4.new_output("execute_result", {"text/plain": text})
