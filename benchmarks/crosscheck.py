@@ -418,7 +418,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.insert(0, str(ROOT))
     if options.worker is not None:
         work(steps, warmup, options.worker)
-        return 0
+        from ddp_profiler.measure.leave import leave
+
+        leave(0)  # Torch's own threads could abort the interpreter's end.
     raw = read_figures(parser, options, FORMAT_VERSION)
     try:
         if raw is None:

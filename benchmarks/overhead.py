@@ -691,7 +691,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = replace(plan, rounds=2, block_steps=3, warmup=3)
     if options.worker is not None:
         work(plan, options.worker)
-        return 0
+        from ddp_profiler.measure.leave import leave
+
+        leave(0)  # Torch's own threads could abort the interpreter's end.
     raw = read_figures(parser, options, FORMAT_VERSION)
     if raw is None:
         try:

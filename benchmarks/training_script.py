@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from ddp_profiler.measure.leave import leave
 from ddp_profiler.workload import Workload, build
 
 
@@ -205,6 +206,11 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--bucket-cap-mb", type=float, default=25.0)
     parser.add_argument("--times", type=Path, help="file for the ends of rank 0's steps, in s")
+    parser.add_argument(
+        "--leave",
+        action="store_true",
+        help="end without tearing Python down, which torch's own threads abort at times",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -214,6 +220,8 @@ def main() -> None:
     ends = KINDS[options.kind](options, workload)
     if options.times is not None and os.environ["RANK"] == "0":
         options.times.write_text(json.dumps(ends))
+    if options.leave:
+        leave(0)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 from ddp_profiler.errors import UsageError
 from ddp_profiler.keeper import RunKeeper
 from ddp_profiler.record import paths
-from tests.integration.conftest import environment
+from tests.integration.conftest import environment, run_command, unaborted
 from tests.unit.test_record import run_info
 
 SCRIPT = Path(__file__).parent / "scripts" / "on_a_disk.py"
@@ -39,10 +39,13 @@ def small_disk(where, size, *options):
         subprocess.run(["umount", "-l", where], check=True)
 
 
+def alone(port):
+    return {**ALONE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 def start(*argv, port):
-    env = environment({**ALONE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     return subprocess.Popen(
-        [sys.executable, *map(str, argv)], env=env, text=True,
+        [sys.executable, *map(str, argv)], env=environment(alone(port)), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -63,7 +66,10 @@ def observed(what, folder, port):
 @needs_mount
 @pytest.mark.distributed
 def test_training_goes_on_when_the_disk_is_full_or_gone(tmp_path):
-    ports = iter(free_ports(4))
+    ports = iter(free_ports(8))
+    plain = unaborted(
+        lambda: run_command([SCRIPT, "nothing", tmp_path], env=alone(next(ports)), timeout=120)
+    )
     with contextlib.ExitStack() as disks:
         full, gone, small = (
             disks.enter_context(small_disk(tmp_path / name, size))
@@ -71,7 +77,6 @@ def test_training_goes_on_when_the_disk_is_full_or_gone(tmp_path):
         )
         # The study's disk fills up by itself; the scripts' is filled by the script.
         running = {
-            "plain": start(SCRIPT, "nothing", tmp_path, port=next(ports)),
             "full": observed("full", full / "run", next(ports)),
             "gone": observed("gone", gone / "run", next(ports)),
             # A study, whose record does not fit: that is what it is run for.
@@ -84,9 +89,9 @@ def test_training_goes_on_when_the_disk_is_full_or_gone(tmp_path):
         ended = {
             name: (*one.communicate(timeout=120), one.returncode) for name, one in running.items()
         }
-    digest = ended["plain"][0]
+    digest = plain.out
     assert re.fullmatch(r"[0-9a-f]{64}\n", digest)
-    assert ended["plain"][2] == 7
+    assert plain.code == 7
     for name in ("full", "gone"):
         out, err, code = ended[name]
         assert (out, code) == (digest, 7), name

@@ -68,6 +68,24 @@ def torchrun(ranks, *argv, **keywords):
     return run_command([*start, *argv], **keywords)
 
 
+def unaborted(launch, most=5):
+    """Returns the end of a script that ends by itself, and not by a part of us.
+
+    Torch's own threads abort the end of some such processes (exit code -6): one of gloo's lets go
+    of the last backward's work while the interpreter is ending (pytorch#190489). Scripts are to
+    stay as users write them, so a launch that ends so is made again, and no other.
+
+    Args:
+        launch: Launches the script and returns its end; a second one may find what the first left.
+        most: How often it may be launched.
+    """
+    for _ in range(most):
+        done = launch()
+        if done.code == 0 or "terminate called without an active exception" not in done.err:
+            break
+    return done
+
+
 OF_THE_MACHINE = frozenset(
     ("straggler", "passing-straggler", "cores-shared", "cpu-steal", "cpu-throttled")
 )

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_profiler.record import reader
 from ddp_profiler.schema import SpanKind, Variant
-from tests.integration.conftest import Looks, run_command, timed, torchrun
+from tests.integration.conftest import Looks, run_command, timed, torchrun, unaborted
 from tests.integration.scripts import train
 from tests.integration.test_scripts import SCRIPTS, check_spans
 
@@ -133,11 +133,16 @@ def test_a_skipped_step_is_a_step(trained):
     assert spans["samples"][is_step].tolist() == [4] * 10
 
 
-def test_ranks_that_no_launcher_has_started(tmp_path):
-    done = run_command([SCRIPTS / "spawned.py", tmp_path])
+def test_ranks_that_no_launcher_has_started(tmp_path_factory):
+    def launch():
+        done = run_command([SCRIPTS / "spawned.py", place := tmp_path_factory.mktemp("spawned")])
+        done.folder = place
+        return done
+
+    done = unaborted(launch)
     assert (done.code, done.out) == (0, "trained\n"), done.err
     for name in ("block", "line"):
-        folder = tmp_path / name
+        folder = done.folder / name
         for rank in range(2):
             spans = reader.read_rank(folder, rank)
             numbers = np.unique(spans.columns["step"][spans.columns["kind"] == SpanKind.STEP])
@@ -149,7 +154,7 @@ def test_ranks_that_no_launcher_has_started(tmp_path):
     assert "has failed" not in done.err
     # The line's end is that of the process.
     assert done.err.count("Run folder:") == 1
-    assert f"Run folder: {tmp_path / 'line'}" in done.err
+    assert f"Run folder: {done.folder / 'line'}" in done.err
 
 
 @pytest.fixture

@@ -11,20 +11,11 @@ import pytest
 
 from ddp_profiler.record import reader
 from ddp_profiler.schema import Interruption, SpanKind, Variant
-from tests.integration.conftest import serious, torchrun
+from tests.integration.conftest import serious, torchrun, unaborted
 
 pytestmark = pytest.mark.distributed
 
 SCRIPTS = Path(__file__).parent / "scripts"
-
-
-def alone_of(ranks, *script, tries=4):
-    """Runs a script without us. Torch's own threads abort the end of some processes (-6)."""
-    for _ in range(tries):
-        done = torchrun(ranks, *script)
-        if done.code == 0:
-            break
-    return done
 
 
 def weights_in(text):
@@ -52,7 +43,7 @@ def test_a_framework_trains_as_without_us(tmp_path, package, ranks):
         pytest.skip(f"{package} is not installed")
     name = {"transformers": "trainer"}.get(package, package)
     script = [SCRIPTS / f"with_{name}.py", *words.split()]
-    alone = alone_of(ranks, *script)
+    alone = unaborted(lambda: torchrun(ranks, *script))
     assert alone.code == 0, alone.err[-2000:]
     ours = ("-m", "ddp_profiler.run", "--steps", 4, "--warmup", 3, "--out", tmp_path / "run")
     ours += ("--replay", f"framework_oracles:{package}")

@@ -13,7 +13,7 @@ import pytest
 from ddp_profiler.analysis.parts import PARTS
 from ddp_profiler.record import reader
 from ddp_profiler.schema import Interruption, SpanKind, Variant
-from tests.integration.conftest import ROOT, run_command, serious, torchrun
+from tests.integration.conftest import ROOT, run_command, serious, torchrun, unaborted
 
 pytestmark = pytest.mark.distributed
 
@@ -41,11 +41,7 @@ def alone():
     """What the script prints without us, by number of ranks and case."""
 
     def lines(ranks, cases):
-        # Torch's own threads abort the end of some processes (-6), also without us.
-        for _ in range(3):
-            done = torchrun(ranks, SCRIPTS / "train.py", *cases)
-            if done.code == 0:
-                break
+        done = unaborted(lambda: torchrun(ranks, SCRIPTS / "train.py", *cases))
         assert done.code == 0, done.err
         return {(ranks, line.split()[0]): line + "\n" for line in done.out.splitlines()}
 
@@ -201,7 +197,7 @@ def test_surroundings_are_those_of_python(tmp_path, words):
     files = [tmp_path / "alone.txt", tmp_path / "observed.txt"]
     ours = ["--module", *words[1:]] if words[0] == "-m" else words
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    alone = run_command([*words, files[0]], cwd=SCRIPTS, env=rank)
+    alone = unaborted(lambda: run_command([*words, files[0]], cwd=SCRIPTS, env=rank))
     assert alone.code == 0, alone.err
     run = observe(tmp_path / "run", 1, *ours, files[1], cwd=SCRIPTS)
     assert (run.code, run.out) == (0, alone.out.replace(*map(str, files))), run.err

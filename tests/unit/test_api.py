@@ -2,11 +2,9 @@
 
 import contextlib
 import io
-import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +25,7 @@ from ddp_profiler.measure.topology import Topology
 from ddp_profiler.observe.observation import Observation
 from ddp_profiler.record import reader
 from ddp_profiler.schema import SpanKind, Variant
+from tests.integration.conftest import run_command, unaborted
 
 from .test_attachment import ours
 
@@ -502,22 +501,21 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("at", "code", "status"), [(9, 0, "complete"), (5, 1, "failed")])
-def test_a_line_that_ends_with_the_process(tmp_path, at, code, status):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, "program.py", str(at)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (code, ""), done.stderr
-    assert done.stderr.count("ValueError: planted\n") == (2 if code else 0)
-    assert "Run folder:" in done.stderr
-    info = reader.read_run_info(tmp_path / "run")
-    assert (info.status, info.settings["model"]) == (status, "program")
-    messages = [failure.message for failure in info.failures]
+def test_a_line_that_ends_with_the_process(tmp_path_factory, at, code, status):
+    def launch():
+        place = tmp_path_factory.mktemp("program")
+        (place / "program.py").write_text(PROGRAM)
+        done = run_command(["program.py", at], cwd=place)
+        done.folder = place / "run"
+        return done
+
+    done = unaborted(launch)
+    assert (done.code, done.out) == (code, ""), done.err
+    assert done.err.count("ValueError: planted\n") == (2 if code else 0)
+    assert "Run folder:" in done.err
+    info = done.run_info
+    assert (info["status"], info["settings"]["model"]) == (status, "program")
+    messages = [failure["message"] for failure in info["failures"]]
     assert messages == (["ValueError: planted"] if code else [])
 
 

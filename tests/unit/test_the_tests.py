@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import pytest_collection_modifyitems
 from tests.in_two_parts import main, verdict
-from tests.integration.conftest import Looks, timed
+from tests.integration.conftest import Finished, Looks, timed, unaborted
 
 
 @pytest.mark.parametrize(
@@ -113,3 +113,23 @@ def test_a_claim_about_two_measurements_looks_at_both():
 
     Looks.show_both(one, other, claim)
     assert (one.seen, other.seen) == ([9, 3], [8, 7, 4])
+
+
+ABORTED = Finished(1, "", "terminate called without an active exception\n... exitcode  : -6")
+
+
+@pytest.mark.parametrize(
+    ("ends", "last", "launches"),
+    [
+        ([Finished(0, "done", "")], 0, 1),
+        ([ABORTED, ABORTED, Finished(0, "done", "")], 0, 3),
+        ([ABORTED, Finished(7, "done", "")], 7, 2),
+        # Neither another failure nor one that stays is passed over.
+        ([Finished(1, "", "Signal 11")], 1, 1),
+        ([ABORTED] * 9, 1, 5),
+    ],
+)
+def test_only_a_launch_that_torch_aborts_is_made_again(ends, last, launches):
+    made = iter(ends)
+    assert unaborted(lambda: next(made)).code == last
+    assert len(ends) - len(list(made)) == launches
