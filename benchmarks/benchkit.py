@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -125,6 +125,13 @@ def launch(ranks: int, words: Sequence[str | Path], *, quiet: bool = False) -> N
         if quiet:
             sys.stderr.write(done.stdout.decode(errors="replace")[-3000:])
         raise RuntimeError(f"torchrun ended with {done.returncode}; see its messages above")
+
+
+def end_rank() -> NoReturn:
+    """Ends a rank without tearing Python down, which torch's own threads abort at times."""
+    from ddp_profiler.measure.leave import leave
+
+    leave(0)
 
 
 def head(format_version: int, load_before: float) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from benchkit import (
     Floats,
     add_file_options,
     at_least,
+    end_rank,
     head,
     launch,
     machine_line,
@@ -418,9 +419,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.insert(0, str(ROOT))
     if options.worker is not None:
         work(steps, warmup, options.worker)
-        from ddp_profiler.measure.leave import leave
-
-        leave(0)  # Torch's own threads could abort the interpreter's end.
+        end_rank()
     raw = read_figures(parser, options, FORMAT_VERSION)
     try:
         if raw is None:

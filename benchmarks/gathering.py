@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchkit import add_file_options, at_least, head, launch, machine_line, read_figures
+from benchkit import (
+    add_file_options,
+    at_least,
+    end_rank,
+    head,
+    launch,
+    machine_line,
+    read_figures,
+)
 
 FORMAT_VERSION = 1
 """Of the JSON file. 1: first format."""
@@ -47,7 +55,6 @@ def gather(folder: Path, rounds: int) -> None:
 
     from ddp_profiler.condensing import to_send
     from ddp_profiler.measure import collect, session, topology
-    from ddp_profiler.measure.leave import leave
     from ddp_profiler.record import paths
     from ddp_profiler.record.parts import PartWriter
 
@@ -95,7 +102,6 @@ def gather(folder: Path, rounds: int) -> None:
         found = {"torch": str(torch.__version__), "gathered": told}
         (folder / "gathered.json").write_text(json.dumps(found))
     dist.barrier()
-    leave(0)
 
 
 def measure(ranks: int, steps: int, rounds: int) -> dict[str, Any]:
@@ -146,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.gather is not None:
         gather(options.gather, options.rounds)
-        return 0
+        end_rank()
     raw = read_figures(parser, options, FORMAT_VERSION)
     if raw is None:
         load = os.getloadavg()[0]

@@ -29,6 +29,7 @@ from benchkit import (
     Floats,
     add_file_options,
     at_least,
+    end_rank,
     estimate,
     finite,
     head,
@@ -691,9 +692,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = replace(plan, rounds=2, block_steps=3, warmup=3)
     if options.worker is not None:
         work(plan, options.worker)
-        from ddp_profiler.measure.leave import leave
-
-        leave(0)  # Torch's own threads could abort the interpreter's end.
+        end_rank()
     raw = read_figures(parser, options, FORMAT_VERSION)
     if raw is None:
         try:

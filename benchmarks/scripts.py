@@ -149,7 +149,7 @@ def _timed_launch(plan: Plan, step_ms: float, *, observed: bool) -> dict[str, An
         words: list[str | Path] = [SCRIPT, "--model", model(step_ms, 1), "--times", times]
         words += ["--steps", str(plan.window + plan.after), "--micro-batch", str(MICRO_BATCH)]
         words += ["--bucket-cap-mb", f"{BUCKET_CAP_MB:g}"]
-        # Observed, the profiler ends the process, and so.
+        # As the profiler ends what it observes.
         words = [*_observer(plan.steps, run), *words] if observed else [*words, "--leave"]
         launch(RANKS, words, quiet=True)
         ends = np.array(json.loads(times.read_text()))

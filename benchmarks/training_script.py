@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ddp_profiler.measure.leave import leave
 from ddp_profiler.workload import Workload, build
 
 
@@ -221,7 +220,9 @@ def main() -> None:
     if options.times is not None and os.environ["RANK"] == "0":
         options.times.write_text(json.dumps(ends))
     if options.leave:
-        leave(0)
+        from benchkit import end_rank
+
+        end_rank()
 
 
 if __name__ == "__main__":

@@ -65,11 +65,12 @@ def join_launches(
         ),
         failures=tuple(failure for info in infos for failure in info.failures),
     )
+    begun = [reader.begun_records(folder)[0] for folder in launches]
     for rank in range(largest.world_size):
         stream = writer.SpanWriter(out, rank, joined.run_id)
         try:
             for index, (folder, info) in enumerate(zip(launches, infos, strict=True)):
-                if rank in reader.begun_records(folder)[0]:
+                if rank in begun[index]:
                     columns = reader.read_rank_of(folder, rank, info.run_id).columns
                     stream.write_columns({**columns, "level": 0 * columns["level"] + index})
         finally:
